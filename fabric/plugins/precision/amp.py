@@ -1,0 +1,117 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Mixed precision by autocast, with a loss scaler for float16."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import cached_property
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.nn import Module
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from fabric.plugins.precision.precision import Precision, cast_floats
+
+T = TypeVar("T")
+
+
+class MixedPrecision(Precision):
+    """Parameters in float32, forward under `torch.autocast`, half-precision outputs back in float32.
+
+    One scaler serves several optimizers. `GradScaler.update()` must run once, after the last of their steps, so it
+    is put off to the next `backward` (or `state_dict`).
+
+    Args:
+        precision: `16-mixed` or `bf16-mixed`.
+        device: Device type that autocast acts on, `cpu`, `cuda` or `mps`.
+        scaler: The loss scaler for `16-mixed`; by default `torch.amp.GradScaler(device)`.
+
+    Raises:
+        ValueError: If a scaler is given with `bf16-mixed`, which has float32's range and needs none.
+    """
+
+    def __init__(
+        self,
+        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
+        device: str = "cpu",
+        scaler: GradScaler | None = None,
+    ) -> None:
+        if precision == "bf16-mixed" and scaler is not None:
+            raise ValueError(
+                "`MixedPrecision('bf16-mixed', scaler=...)` takes no loss scaler: bfloat16 has the range of float32."
+                " Leave `scaler` out, or use '16-mixed'."
+            )
+        self.precision = precision
+        self.device = device
+        self.dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[precision]
+        self._given_scaler = scaler
+        self._stepped = False  # an optimizer stepped since the last update of the scale
+        self._unscaled: set[int] = set()  # ids of the optimizers unscaled since then
+
+    @cached_property
+    def scaler(self) -> GradScaler | None:
+        """The loss scaler of `16-mixed`. Made at first use: its constructor asks CUDA, which spoils a later fork."""
+        return (self._given_scaler or GradScaler(self.device)) if self.precision == "16-mixed" else None
+
+    @property
+    @override
+    def skips_nonfinite_steps(self) -> bool:
+        return self.scaler is not None and self.scaler.is_enabled()
+
+    @override
+    def forward_context(self) -> AbstractContextManager[Any]:
+        return torch.autocast(self.device, dtype=self.dtype)
+
+    @override
+    def convert_output(self, data: T) -> T:
+        return cast_floats(data, torch.float32, only=self.dtype)
+
+    @override
+    def backward(self, tensor: Tensor, model: Module | None, *args: Any, **kwargs: Any) -> None:
+        if self.scaler is not None:
+            self._update_scale()
+            tensor = self.scaler.scale(tensor)
+        tensor.backward(*args, **kwargs)
+
+    @override
+    def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
+        if self.scaler is None:
+            return optimizer.step(**kwargs)
+        if kwargs.get("closure") is not None:
+            raise RuntimeError(
+                f"`{type(optimizer).__name__}.step(closure=...)` can't be combined with the loss scaler of"
+                f" `precision={self.precision!r}`: a closure runs backward after the gradients were unscaled."
+                " Call `fabric.backward(loss)` yourself and step without a closure, or use 'bf16-mixed'."
+            )
+        result = self.scaler.step(optimizer)
+        self._stepped = True
+        return result
+
+    @override
+    def unscale_gradients(self, optimizer: Optimizer) -> None:
+        if self.scaler is not None and id(optimizer) not in self._unscaled:
+            self.scaler.unscale_(optimizer)
+            self._unscaled.add(id(optimizer))
+
+    @override
+    def state_dict(self) -> dict[str, Any]:
+        if self.scaler is None:
+            return {}
+        self._update_scale()
+        return self.scaler.state_dict()
+
+    @override
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        if self.scaler is not None and state_dict:
+            self.scaler.load_state_dict(dict(state_dict))
+            self._stepped = False
+            self._unscaled.clear()
+
+    def _update_scale(self) -> None:
+        if self._stepped and self.scaler is not None:
+            self.scaler.update()
+            self._stepped = False
+            self._unscaled.clear()

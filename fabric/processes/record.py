@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a rank leaves behind for its launcher: why it failed, or that it came to its end."""
+
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+# What PyTorch's backends say where another process went away.
+_LOST_PEER = re.compile(
+    r"connection|closed by peer|reset by peer|broken pipe|socket|remote (process|worker|peer)|time[d ]*out|unreachable"
+    r"|failed to recv|ncclRemoteError|rank 0 is gone",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """The failure of one rank, as the rank saw it.
+
+    Args:
+        rank: Global rank.
+        host: Its machine.
+        pid: Its process.
+        time: When it failed, in seconds since the epoch.
+        summary: The exception in one line.
+        traceback: The exception in full.
+        felt: The kind of exception that the end of another rank may cause.
+        lost_peer: It says that another process went away.
+        signal: The signal that it ended for; 0 for none.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    summary: str
+    traceback: str
+    felt: bool = False
+    lost_peer: bool = False
+    signal: int = 0
+
+    @classmethod
+    def of(cls, error: BaseException, *, rank: int, signal: int = 0) -> "Record":
+        """The record of an exception that nobody caught."""
+        return cls(
+            rank=rank,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            time=time.time(),
+            summary="".join(traceback.format_exception_only(type(error), error)).strip(),
+            traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+            felt=any(isinstance(cause, (RuntimeError, OSError, EOFError)) for cause in _causes(error)),
+            lost_peer=any(_says_lost_peer(cause) for cause in _causes(error)),
+            signal=signal,
+        )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _says_lost_peer(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, EOFError, TimeoutError)):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+
+
+class Records:
+    """The directory through which the ranks of one machine tell their launcher how they ended."""
+
+    def __init__(self, directory: str) -> None:
+        self.directory = directory
+
+    @classmethod
+    def create(cls) -> "Records":
+        return cls(tempfile.mkdtemp(prefix="fabric-"))
+
+    def write(self, record: Record) -> None:
+        """Leave a record, whole or not at all. Where the directory is gone, so is the launcher that would read it."""
+        path = os.path.join(self.directory, f"{record.rank}.json")
+        try:
+            with open(f"{path}.new", "w", encoding="utf-8", errors="backslashreplace") as file:
+                json.dump(asdict(record), file)
+            os.replace(f"{path}.new", path)
+        except OSError:
+            pass
+
+    def read(self) -> dict[int, Record]:
+        """The records so far, by rank."""
+        records = {}
+        for name in self._names(".json"):
+            with open(os.path.join(self.directory, name), encoding="utf-8") as file:
+                record = Record(**json.load(file))
+            records[record.rank] = record
+        return records
+
+    def mark_end(self, rank: int) -> None:
+        """Say that the script of `rank` came to its end."""
+        try:
+            with open(os.path.join(self.directory, f"{rank}.end"), "w", encoding="utf-8") as file:
+                file.write(str(os.getpid()))
+        except OSError:
+            pass
+
+    def ends(self) -> dict[int, tuple[float, int]]:
+        """When the scripts ended that did, and the pids of their processes, by rank."""
+        ends = {}
+        for name in self._names(".end"):
+            path = os.path.join(self.directory, name)
+            with open(path, encoding="utf-8") as file:
+                ends[int(name.removesuffix(".end"))] = (os.stat(path).st_mtime, int(file.read() or 0))
+        return ends
+
+    def claim(self, name: str) -> bool:
+        """True for the first who asks: of several that could do it, one does."""
+        try:
+            os.close(os.open(os.path.join(self.directory, name), os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+        except OSError:
+            return False
+        return True
+
+    def remove(self) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+    def _names(self, ending: str) -> list[str]:
+        try:
+            return [name for name in os.listdir(self.directory) if name.endswith(ending)]
+        except OSError:
+            return []

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which rank failed first: a pure function of what was seen."""
+
+import signal
+import socket
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from fabric.processes.record import Record
+
+# A death noticed up to this many seconds after the first record came before it: the others only felt it.
+SETTLE = 1.0
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A rank's process that has ended.
+
+    Args:
+        rank: Global rank.
+        pid: Its process.
+        code: Exit code; -n for signal n.
+        at: When that was noticed, in seconds since the epoch.
+    """
+
+    rank: int
+    pid: int
+    code: int
+    at: float
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The first failure of a job.
+
+    Args:
+        rank: Global rank.
+        host: Its machine.
+        pid: Its process.
+        code: What the job exits with: the rank's exit code, 128 + n for signal n.
+        how: How it ended, for people: `exit code 17`, `SIGKILL (signal 9)`.
+        traceback: Its traceback, empty where it left none.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    code: int
+    how: str
+    traceback: str = ""
+
+    def report(self) -> str:
+        """The text that stands last on the screen."""
+        who = f"rank {self.rank} on host `{self.host}` (pid {self.pid})"
+        trace = f"\nfabric: the traceback of {who}:\n\n{self.traceback.rstrip()}\n\n" if self.traceback else "\n"
+        return f"{trace}fabric: {who} failed first: {self.how}. The other ranks of this job were ended.\n"
+
+
+@dataclass(frozen=True)
+class Sight:
+    """All that is known when someone asks who failed.
+
+    Args:
+        ended: Processes that have ended.
+        records: Records by rank.
+        ends: By rank, when a script came to its end, and its pid.
+        running: Ranks that may still turn out to have died before.
+        now: Seconds since the epoch.
+        asked: The signal with which the job was asked to end; 0 for none.
+    """
+
+    ended: Sequence[Ended]
+    records: Mapping[int, Record]
+    ends: Mapping[int, tuple[float, int]]
+    running: Collection[int]
+    now: float
+    asked: int = 0
+
+
+def first_failure(sight: Sight) -> Failure | float | None:
+    """Who failed first; None where nobody has; a number of seconds since the epoch to ask again at where that is open.
+
+    A death without a record that is noticed within a second of the first record wins, since the others only felt it.
+    Otherwise it is the earliest record, but one that blames a lost peer stands behind one that does not.
+    """
+    silent = [e for e in sight.ended if e.code and e.rank not in sight.records and not _expected(e, sight.asked)]
+    records = [r for r in sight.records.values() if not (sight.asked and (r.felt or r.signal == sight.asked))]
+    first = min(records, key=lambda record: record.time, default=None)
+    if first is None:
+        return _of_death(min(silent, key=lambda e: e.at)) if silent else None
+    deaths = [death for death in silent if death.at <= first.time + SETTLE]
+    if deaths:
+        return _of_death(min(deaths, key=lambda death: death.at))
+    if first.felt and set(sight.running) - set(sight.records) and sight.now < first.time + SETTLE:
+        return first.time + SETTLE
+    own = [record for record in records if not record.lost_peer and record.time <= first.time + SETTLE]
+    if own:
+        first = min(own, key=lambda record: record.time)
+    return (_left_early(first, sight) if first.lost_peer else None) or _of_record(first, sight.ended)
+
+
+def _expected(ended: Ended, asked: int) -> bool:
+    return bool(asked) and ended.code in (-asked, 128 + asked)
+
+
+def _of_death(death: Ended) -> Failure:
+    return Failure(death.rank, socket.gethostname(), death.pid, _shell_code(death.code), describe_code(death.code))
+
+
+def _of_record(record: Record, ended: Sequence[Ended]) -> Failure:
+    codes = [_shell_code(e.code) for e in ended if e.rank == record.rank and e.code]
+    code = 128 + record.signal if record.signal else (codes or [1])[0]
+    how = _signal_name(record.signal) if record.signal else f"{record.summary.splitlines()[-1]} (exit code {code})"
+    return Failure(record.rank, record.host, record.pid, code, how, record.traceback)
+
+
+def _left_early(record: Record, sight: Sight) -> Failure | None:
+    """The rank that came to its end, without an error, before another one lost it in the middle of a collective."""
+    gone = {e.rank: (e.at, e.pid) for e in sight.ended if e.code == 0}
+    gone.update({rank: end for rank, end in sight.ends.items() if rank not in sight.records})
+    # A file system may keep times coarser than the clock.
+    early = {rank: end for rank, end in gone.items() if rank != record.rank and end[0] <= record.time + 0.1}
+    if not early:
+        return None
+    rank, (_, pid) = min(early.items(), key=lambda item: item[1])
+    how = f"it ended, without an error, while rank {record.rank} was still communicating with it (traceback above)"
+    failure = _of_record(record, sight.ended)
+    trace = f"(of rank {record.rank}, which it left behind)\n{record.traceback}"
+    return replace(failure, rank=rank, pid=pid, how=how, traceback=trace)
+
+
+def _shell_code(code: int) -> int:
+    return code if code >= 0 else 128 - code
+
+
+def describe_code(code: int) -> str:
+    """An exit code as people read it."""
+    if code >= 0:
+        return f"exit code {code}"
+    hint = "; the system sends it when memory runs out" if -code == getattr(signal, "SIGKILL", 0) else ""
+    return _signal_name(-code) + hint
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return f"{signal.Signals(signum).name} (signal {signum})"
+    except ValueError:
+        return f"signal {signum}"
