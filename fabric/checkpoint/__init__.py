@@ -1,0 +1,8 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Saving and loading: from the user's objects to one file and back, with every rank of one mind."""
+
+from fabric.checkpoint.access import StateAccess
+from fabric.checkpoint.load import load, load_raw
+from fabric.checkpoint.save import save
+
+__all__ = ["StateAccess", "load", "load_raw", "save"]

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What all strategies with several processes share: the process group and the collectives."""
+
+from abc import ABC
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from typing_extensions import override
+
+from fabric.strategies.strategy import ReduceOp, Strategy
+
+T = TypeVar("T")
+
+_REDUCE_OPS = {
+    "mean": dist.ReduceOp.SUM,
+    "avg": dist.ReduceOp.SUM,
+    "sum": dist.ReduceOp.SUM,
+    "min": dist.ReduceOp.MIN,
+    "max": dist.ReduceOp.MAX,
+    "product": dist.ReduceOp.PRODUCT,
+}
+
+
+class ParallelStrategy(Strategy, ABC):
+    """Several processes in one `torch.distributed` process group.
+
+    Args:
+        process_group_backend: `nccl`, `gloo`, ...; by default what suits the accelerator.
+        timeout: How long a collective may wait for the other ranks.
+        start_method: How the ranks of a machine start: `subprocess`, `spawn`, `fork` or `forkserver`.
+    """
+
+    one_process_per_device = True
+    start_method: str | None = "subprocess"
+
+    def __init__(
+        self,
+        *,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = None,
+        start_method: str = "subprocess",
+    ) -> None:
+        super().__init__()
+        choices = ("subprocess", "spawn", "fork", "forkserver")
+        if start_method not in choices:
+            raise ValueError(
+                f"`{type(self).__name__}(start_method={start_method!r})` is not a way to start processes."
+                f" Choose one of {', '.join(choices)}."
+            )
+        self.start_method = start_method
+        self.interactive_compatible = start_method == "fork"
+        self.timeout = timeout or timedelta(minutes=30)
+        self._backend = process_group_backend
+        self._owns_group = False
+
+    @property
+    def process_group_backend(self) -> str:
+        """The backend of the process group."""
+        return self._backend or self.accelerator.process_group_backend
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._devices[self.local_rank]
+
+    @property
+    @override
+    def world_size(self) -> int:
+        return self.environment.world_size()
+
+    @property
+    @override
+    def global_rank(self) -> int:
+        return self.environment.global_rank()
+
+    @property
+    @override
+    def local_rank(self) -> int:
+        return self.environment.local_rank()
+
+    @property
+    @override
+    def node_rank(self) -> int:
+        return self.environment.node_rank()
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        if dist.is_initialized():
+            self._validate_existing_group()
+            return
+        device = self.root_device
+        dist.init_process_group(
+            self.process_group_backend,
+            store=self.environment.create_store(self.timeout),
+            rank=self.global_rank,
+            world_size=self.world_size,
+            timeout=self.timeout,
+            device_id=device if self.process_group_backend == "nccl" else None,
+        )
+        self._owns_group = True
+
+    def _validate_existing_group(self) -> None:
+        if dist.get_world_size() != self.world_size:
+            raise RuntimeError(
+                f"`Fabric` asks for {self.world_size} processes, but this process already belongs to a job of"
+                f" {dist.get_world_size()}. A process launches once: give both `Fabric` objects the same `devices=` and"
+                " `num_nodes=`, or call `teardown()` on the first one."
+            )
+
+    @override
+    def teardown(self) -> None:
+        if self._owns_group and dist.is_initialized():
+            dist.destroy_process_group()
+        self._owns_group = False
+        self.environment.teardown()
+        super().teardown()
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
+        dist.barrier(device_ids=device_ids)
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        box = [obj]
+        dist.broadcast_object_list(box, src)
+        return self._tensors_to_own_device(box[0])
+
+    @override
+    def gather_objects(self, obj: T) -> list[T]:
+        objects: list[Any] = [None] * self.world_size
+        dist.all_gather_object(objects, obj)
+        return self._tensors_to_own_device(objects)
+
+    def _tensors_to_own_device(self, obj: T) -> T:
+        """Pickled tensors come back on the device of the rank that sent them."""
+        if self.root_device.type == "cpu":
+            return obj
+        own = self.root_device
+        return apply_to_collection(  # type: ignore[no-any-return]
+            obj, Tensor, lambda tensor: tensor.to(own) if tensor.device.type == own.type else tensor
+        )
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        if self.world_size == 1:
+            return tensor
+        _validate_same_shape(tensor, group)
+        if sync_grads and tensor.requires_grad:
+            return _AllGather.apply(tensor, group)  # type: ignore[no-any-return]
+        return _gather(tensor, group)
+
+    @override
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:
+        if str(reduce_op).lower() not in _REDUCE_OPS:
+            raise ValueError(
+                f"`reduce_op={reduce_op!r}` is not a reduction. Choose one of {', '.join(sorted(_REDUCE_OPS))}."
+            )
+        operation = str(reduce_op).lower()
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if result.dtype is torch.bool:
+            result = result.int()
+        dist.all_reduce(result, op=_REDUCE_OPS[operation], group=group)
+        return result / dist.get_world_size(group) if operation in ("mean", "avg") else result
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        vote = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(vote)
+
+
+def _validate_same_shape(tensor: Tensor, group: Any) -> None:
+    """Gathering unlike tensors ends the process group with a message about bytes; say what differs instead."""
+    own = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(ranks, own, group=group)
+    if any(other != own for other in ranks):
+        listing = "; ".join(f"rank {rank}: {dtype} {list(shape)}" for rank, (shape, dtype) in enumerate(ranks))
+        raise ValueError(
+            f"`fabric.all_gather(...)` needs tensors of one shape and dtype on all ranks, but got {listing}."
+            " Pad them to the same shape first."
+        )
+
+
+def _gather(tensor: Tensor, group: Any) -> Tensor:
+    tensor = tensor.detach().contiguous()
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, tensor, group=group)
+    return torch.stack(parts)
+
+
+class _AllGather(torch.autograd.Function):
+    """Gather whose backward gives each rank the sum of all ranks' gradients for what it contributed."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return _gather(tensor, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        gradient = gradient.contiguous().clone()
+        dist.all_reduce(gradient, group=ctx.group)
+        return gradient[dist.get_rank(ctx.group)], None

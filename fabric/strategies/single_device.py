@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One process on one device."""
+
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from fabric.strategies.strategy import ReduceOp, Strategy
+
+T = TypeVar("T")
+
+
+class SingleDeviceStrategy(Strategy):
+    """One process on one device: each collective returns what it is given.
+
+    Args:
+        device: The device; by default the one that `Fabric(accelerator=..., devices=...)` chooses.
+    """
+
+    max_devices: int | None = 1
+
+    def __init__(self, device: torch.device | str | int | None = None) -> None:
+        super().__init__()
+        self._device = None if device is None else torch.device(device)
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        return self._device or (self._devices[0] if self._devices else torch.device("cpu"))
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        pass
+
+    @override
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        return obj
+
+    @override
+    def gather_objects(self, obj: T) -> list[T]:
+        return [obj]
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        return tensor
+
+    @override
+    def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:
+        return tensor
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision

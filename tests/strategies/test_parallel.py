@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+import re
+
+import pytest
+import torch
+
+from fabric.strategies import DDPStrategy
+from tests.ranks import run_ranks
+
+pytestmark = pytest.mark.ranks
+
+
+def _collectives(context):
+    strategy = context.fabric(strategy="ddp").strategy
+    rank = context.rank
+    mine = torch.tensor([rank, rank + 1])
+    results = {
+        "gathered": strategy.all_gather(mine),
+        "mean": strategy.all_reduce(mine),
+        "sum": strategy.all_reduce(mine, reduce_op="sum"),
+        "max": strategy.all_reduce(mine, reduce_op="max"),
+        "product": strategy.all_reduce(mine + 1, reduce_op="product"),
+        "bools": strategy.all_reduce(torch.tensor([rank == 0, True]), reduce_op="sum"),
+        "scalar": strategy.all_gather(torch.tensor(float(rank))),
+        "broadcast": strategy.broadcast({"rank": rank}, src=1),
+        "objects": strategy.gather_objects(f"rank {rank}"),
+        "all": strategy.reduce_boolean_decision(rank == 0),
+        "any": strategy.reduce_boolean_decision(rank == 0, all=False),
+    }
+    assert torch.equal(mine, torch.tensor([rank, rank + 1]))  # reduced into a new tensor
+    strategy.barrier()
+    return results
+
+
+def test_collectives():
+    for results in run_ranks(2, _collectives):
+        assert results["gathered"].tolist() == [[0, 1], [1, 2]]
+        assert results["mean"].tolist() == [0.5, 1.5]
+        assert results["sum"].tolist() == [1, 3]
+        assert results["max"].tolist() == [1, 2]
+        assert results["product"].tolist() == [2, 6]
+        assert results["bools"].tolist() == [1, 2]
+        assert results["scalar"].tolist() == [0.0, 1.0]
+        assert results["broadcast"] == {"rank": 1}
+        assert results["objects"] == ["rank 0", "rank 1"]
+        assert results["all"] is False
+        assert results["any"] is True
+
+
+def _ragged(context):
+    strategy = context.fabric(strategy="ddp").strategy
+    with pytest.raises(ValueError, match="needs tensors of one shape") as raised:
+        strategy.all_gather(torch.zeros(2, context.rank + 1))
+    strategy.barrier()  # the group survives
+    return str(raised.value)
+
+
+def test_gathering_unlike_shapes_names_them_on_every_rank():
+    text = (
+        "`fabric.all_gather(...)` needs tensors of one shape and dtype on all ranks, but got rank 0: float32 [2, 1];"
+        " rank 1: float32 [2, 2]. Pad them to the same shape first."
+    )
+    assert run_ranks(2, _ragged) == [text, text]
+
+
+def _gradients(context):
+    strategy = context.fabric(strategy="ddp").strategy
+    x = torch.tensor([1.0, 2.0], requires_grad=True)
+    # Rank r weighs the part of rank p with (r + 1) * (p + 1).
+    weights = torch.tensor([[1.0], [2.0]]) * (context.rank + 1)
+    (strategy.all_gather(x, sync_grads=True) * weights).sum().backward()
+    assert not strategy.all_gather(x).requires_grad
+    return x.grad.tolist()
+
+
+def test_gradients_flow_back_to_the_rank_that_contributed():
+    assert run_ranks(2, _gradients) == [[3.0, 3.0], [6.0, 6.0]]
+
+
+def _one_rank(context):
+    strategy = context.fabric(strategy="ddp").strategy
+    return strategy.all_gather(torch.ones(2)).shape, strategy.broadcast("x"), strategy.all_reduce(torch.ones(1)).item()
+
+
+def test_one_rank_gets_no_extra_dimension():
+    assert run_ranks(1, _one_rank) == [((2,), "x", 1.0)]
+
+
+def test_an_unknown_start_method():
+    text = (
+        "`DDPStrategy(start_method='thread')` is not a way to start processes."
+        " Choose one of subprocess, spawn, fork, forkserver."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        DDPStrategy(start_method="thread")
+
+
+def _bad_reduce_op(context):
+    strategy = context.fabric(strategy="ddp").strategy
+    text = "`reduce_op='median'` is not a reduction. Choose one of avg, max, mean, min, product, sum."
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        strategy.all_reduce(torch.ones(1), reduce_op="median")
+
+
+def test_an_unknown_reduction():
+    run_ranks(2, _bad_reduce_op)
+
+
+def test_an_unbound_strategy_says_so():
+    text = (
+        "This `DDPStrategy` does not know its devices yet. Pass it to `Fabric(strategy=DDPStrategy(...))` before you"
+        " use it."
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        _ = DDPStrategy().world_size
