@@ -1,0 +1,588 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facade: each method names who does the work."""
+
+import os
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any, TypeVar, cast, overload
+
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fabric import checkpoint, validation
+from fabric.accelerators import Accelerator, take_inventory
+from fabric.data import _FabricDataLoader, sampling_seed, shard_dataloader
+from fabric.loggers import Logger
+from fabric.plan import Arguments, Plan, resolve
+from fabric.plugins.environments import ClusterEnvironment
+from fabric.plugins.precision import Precision
+from fabric.strategies import Strategy
+from fabric.strategies.launchers import create_launcher
+from fabric.strategies.strategy import ReduceOp
+from fabric.strategies.turns import first_ranks_first
+from fabric.utilities.apply_func import convert_tensors_to_scalars
+from fabric.utilities.seed import collect_rng_states, seed_everything, set_rng_states
+from fabric.wrappers import _copy_plain_values, _FabricModule, _FabricOptimizer, _unwrap_compiled, _unwrap_objects
+
+T = TypeVar("T")
+
+
+class Fabric:
+    """Scales a plain PyTorch loop: you keep the loop, Fabric places it on the devices.
+
+    Args:
+        accelerator: `cpu`, `cuda`, `mps`, `gpu`, `auto`, or an `Accelerator`.
+        strategy: `ddp`, `dp`, `single_device`, ..., `auto`, or a `Strategy`.
+        devices: How many (`2`, `"2"`), which (`[0, 2]`, `"0,2"`), all (`-1`), or `auto`: all GPUs, one CPU process.
+        num_nodes: Number of machines; `auto` takes what the cluster says, else 1.
+        precision: `32-true`, `16-mixed`, `bf16-mixed`, `bf16-true`, ...; None for `32-true`.
+        plugins: A `Precision`, a `ClusterEnvironment`, a `CheckpointIO`, or a list of them.
+        callbacks: One object or a list; `fabric.call("hook")` calls the method of that name on each that has it.
+        loggers: A `Logger` or a list of them, for `fabric.log`.
+
+    Raises:
+        ValueError: If a choice is unknown, or two of them contradict each other.
+
+    Example::
+
+        fabric = Fabric(devices=2)
+        fabric.launch()
+        model, optimizer = fabric.setup(model, optimizer)
+        loader = fabric.setup_dataloaders(loader)
+        for batch in loader:
+            optimizer.zero_grad()
+            fabric.backward(model(batch).sum())
+            optimizer.step()
+    """
+
+    def __init__(
+        self,
+        *,
+        accelerator: str | Accelerator = "auto",
+        strategy: str | Strategy = "auto",
+        devices: Sequence[int] | str | int = "auto",
+        num_nodes: int | str = "auto",
+        precision: str | int | None = None,
+        plugins: Any = None,
+        callbacks: Any = None,
+        loggers: Logger | Sequence[Logger] | None = None,
+    ) -> None:
+        arguments = Arguments(accelerator, strategy, devices, num_nodes, precision, plugins)
+        self._plan = resolve(arguments, os.environ, take_inventory(os.environ))
+        self._accelerator = self._plan.accelerator.value
+        self._strategy = self._plan.strategy.value
+        self._precision = self._plan.precision.value
+        self._callbacks: list[Any] = _as_list(callbacks)
+        self._loggers: list[Logger] = _as_list(loggers)
+        self._launcher = create_launcher(
+            self._plan.launcher.value, environment=self._plan.environment.value, threads=self._plan.threads.value
+        )
+        self._launched = False
+        self._modules: list[Module] = []  # what the strategy made of each module that was set up
+        self._bind(self._plan.environment.value)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "run" in cls.__dict__:
+            cls.run = _launching(cls, cls.run)  # type: ignore[method-assign]
+
+    def __repr__(self) -> str:
+        return self._plan.summary()
+
+    # who am I
+
+    @property
+    def plan(self) -> Plan:
+        """What runs, and why."""
+        return self._plan
+
+    def explain(self) -> str:
+        """The plan as a table: what was chosen and why, a line each."""
+        return self._plan.explain()
+
+    @property
+    def accelerator(self) -> Accelerator:
+        """The kind of device."""
+        return self._accelerator
+
+    @property
+    def strategy(self) -> Strategy:
+        """Where the parallelism lives."""
+        return self._strategy
+
+    @property
+    def precision(self) -> Precision:
+        """Where the dtypes live."""
+        return self._precision
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this rank."""
+        return self._strategy.root_device
+
+    @property
+    def global_rank(self) -> int:
+        """Rank of this process in the job."""
+        return self._strategy.global_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank of this process on its machine."""
+        return self._strategy.local_rank
+
+    @property
+    def node_rank(self) -> int:
+        """Index of this machine."""
+        return self._strategy.node_rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes of the job."""
+        return self._strategy.world_size
+
+    @property
+    def is_global_zero(self) -> bool:
+        """Whether this is rank 0 of the job."""
+        return self.global_rank == 0
+
+    @property
+    def is_local_zero(self) -> bool:
+        """Whether this is rank 0 of its machine."""
+        return self.local_rank == 0
+
+    @property
+    def logger(self) -> Logger:
+        """The first logger."""
+        if not self._loggers:
+            raise RuntimeError("`fabric.logger`: there is no logger. Pass one: `Fabric(loggers=CSVLogger('logs'))`.")
+        return self._loggers[0]
+
+    @property
+    def loggers(self) -> list[Logger]:
+        """All loggers."""
+        return self._loggers
+
+    # start
+
+    def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Start the other processes and join them; a second call only runs `function`.
+
+        Args:
+            function: Called as `function(fabric, *args, **kwargs)` on every rank. Without it the script goes on after
+                `launch()` on every rank. The strategies that spawn or fork need it.
+
+        Returns:
+            What the function returned on this machine's first rank.
+        """
+        validation._validate_launch(function, self._plan)
+        if self._launched:
+            return function(self, *args, **kwargs) if function is not None else None
+        return self._launcher.launch(self._enter, function, args, kwargs)
+
+    def _enter(
+        self, environment: ClusterEnvironment, function: Callable[..., T] | None, args: Any, kwargs: Any
+    ) -> T | None:
+        """What each rank does at launch."""
+        self._bind(environment)
+        if self._plan.threads.value is not None:
+            torch.set_num_threads(self._plan.threads.value)
+        self._strategy.setup_environment()
+        self._launched = True
+        return function(self, *args, **kwargs) if function is not None else None
+
+    def _bind(self, environment: ClusterEnvironment) -> None:
+        self._strategy.bind(
+            accelerator=self._accelerator,
+            devices=self._accelerator.get_parallel_devices(list(self._plan.devices.value)),
+            environment=environment,
+            precision=self._precision,
+            checkpoint_io=self._plan.checkpoint_io.value,
+        )
+
+    def _require_launch(self, call: str) -> None:
+        """One process launches by itself; several wait for the user's `launch()`."""
+        if not self._launched:
+            validation._validate_launched(call, self._plan)
+            self.launch()
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """Override this with your loop; calling it launches the processes and runs it on each."""
+        raise NotImplementedError(
+            f"`{type(self).__name__}.run()` is not defined. Override it in a subclass of `Fabric`, or use `launch()`."
+        )
+
+    def teardown(self) -> None:
+        """Leave the process group and take away the hooks and signal handlers that `launch()` installed."""
+        if self._launched:
+            self._strategy.teardown()
+            self._launcher.teardown()
+            self._launched = False
+
+    @staticmethod
+    def seed_everything(seed: int | None = None, workers: bool = False, verbose: bool = True) -> int:
+        """Seed Python, NumPy and PyTorch, and with `workers=True` the data loaders' workers; returns the seed."""
+        return seed_everything(seed, workers=workers, verbose=verbose)
+
+    # set up
+
+    @overload
+    def setup(self, module: Module, *, move_to_device: bool = True, _reapply_compile: bool = True) -> _FabricModule: ...
+    @overload
+    def setup(
+        self,
+        module: Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any: ...
+    def setup(
+        self,
+        module: Module,
+        *optimizers: Optimizer,
+        scheduler: Any = None,
+        move_to_device: bool = True,
+        _reapply_compile: bool = True,
+    ) -> Any:
+        """Set up a module and its optimizers for the devices, the strategy and the precision.
+
+        Args:
+            module: A plain or compiled module.
+            *optimizers: Its optimizers.
+            scheduler: A learning-rate scheduler that the strategy has to know about.
+            move_to_device: Whether to move the module to the rank's device.
+            _reapply_compile: A compiled module is compiled again around what the strategy makes of it.
+
+        Returns:
+            The wrapped module, followed by the wrapped optimizers (and the scheduler, if there is one).
+        """
+        self._require_launch("setup")
+        validation._validate_module(module)
+        validation._validate_optimizers(optimizers)
+        original, compile_again = self._prepare_module(module, move_to_device, _reapply_compile)
+        forward_module, plain_optimizers, scheduler = self._strategy.setup_module_and_optimizers(
+            original, optimizers, scheduler
+        )
+        wrapped = self._wrap_module(forward_module, original, compile_again)
+        results = (wrapped, *(_FabricOptimizer(optimizer, self._strategy) for optimizer in plain_optimizers))
+        if scheduler is not None:
+            results = (*results, scheduler)
+        return results if len(results) > 1 else wrapped
+
+    def setup_module(self, module: Module, move_to_device: bool = True, _reapply_compile: bool = True) -> _FabricModule:
+        """Set up a module alone; set up its optimizers afterwards with `setup_optimizers`."""
+        self._require_launch("setup_module")
+        validation._validate_module(module)
+        original, compile_again = self._prepare_module(module, move_to_device, _reapply_compile)
+        return self._wrap_module(self._strategy.setup_module(original), original, compile_again)
+
+    def setup_optimizers(self, *optimizers: Optimizer) -> Any:
+        """Set up optimizers alone; returns one, or a tuple of them."""
+        self._require_launch("setup_optimizers")
+        validation._validate_optimizers(optimizers, at_least_one=True)
+        wrapped = tuple(_FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy) for o in optimizers)
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    def _prepare_module(
+        self, module: Module, move_to_device: bool, reapply_compile: bool
+    ) -> tuple[Module, Callable[[Module], Module] | None]:
+        """Convert and move the module; returns the plain one, and how to compile it again."""
+        compile_again = None
+        if reapply_compile:
+            module, compile_again = _unwrap_compiled(module)
+        with self._strategy.parameters.follow(module):
+            converted = self._precision.convert_module(module)
+            if move_to_device:
+                self._strategy.module_to_device(converted)
+        return converted, compile_again
+
+    def _wrap_module(
+        self, forward_module: Module, original: Module, compile_again: Callable[[Module], Module] | None
+    ) -> _FabricModule:
+        self._modules.append(forward_module)
+        if compile_again is not None:
+            forward_module = compile_again(forward_module)
+        return _FabricModule(forward_module, self._strategy, original_module=original)
+
+    def setup_dataloaders(
+        self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+    ) -> Any:
+        """Shard data loaders over the ranks and move their batches.
+
+        Args:
+            *dataloaders: PyTorch loaders; they are not changed.
+            use_distributed_sampler: False leaves the samplers as they are.
+            move_to_device: False leaves the batches where the loader put them.
+
+        Returns:
+            One wrapped loader, or a list of them.
+        """
+        self._require_launch("setup_dataloaders")
+        validation._validate_dataloaders(dataloaders)
+        seeds = self._strategy.broadcast([sampling_seed(loader) for loader in dataloaders])
+        move = self._strategy.batch_to_device if move_to_device else None
+        wrapped = []
+        for loader, seed in zip(dataloaders, seeds, strict=True):
+            if use_distributed_sampler:
+                loader = shard_dataloader(loader, **self._strategy.distributed_sampler_kwargs, seed=seed)
+            wrapped.append(_FabricDataLoader(self._strategy.process_dataloader(loader), move=move))
+        return wrapped[0] if len(wrapped) == 1 else wrapped
+
+    @contextmanager
+    def init_module(self, empty_init: bool | None = None) -> Generator[None]:
+        """Create modules inside on the rank's device and in the precision's dtype.
+
+        Args:
+            empty_init: True skips the random initialisation, for weights that are loaded afterwards.
+        """
+        self._require_launch("init_module")
+        with self._precision.module_init_context(), self._strategy.module_init_context(empty_init):
+            yield
+
+    @contextmanager
+    def init_tensor(self) -> Generator[None]:
+        """Create tensors inside on the rank's device and in the precision's dtype."""
+        self._require_launch("init_tensor")
+        with self._precision.tensor_init_context(), self._strategy.tensor_init_context():
+            yield
+
+    # step
+
+    def backward(self, tensor: Tensor, *args: Any, model: Module | None = None, **kwargs: Any) -> None:
+        """Run backward from `tensor` in the place of `tensor.backward(*args, **kwargs)`.
+
+        Args:
+            tensor: The loss. It is not rescaled, but by a loss scaler.
+            model: The set-up module that it came from, where a strategy needs to know and there are several.
+        """
+        module = self._modules[0] if model is None and len(self._modules) == 1 else model
+        self._strategy.backward(tensor, module, *args, **kwargs)
+
+    def clip_gradients(
+        self,
+        module: Module,
+        optimizer: Optimizer,
+        clip_val: float | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = True,
+    ) -> Tensor | None:
+        """Clip the gradients of an optimizer's parameters, all of the model's shards together.
+
+        Args:
+            module: The module.
+            optimizer: Its optimizer.
+            clip_val: Clamp each element to `[-clip_val, clip_val]`.
+            max_norm: Scale all gradients so that their joint norm is at most this.
+            norm_type: The p of the p-norm.
+            error_if_nonfinite: Raise if the norm is infinite or NaN; under a loss scaler the step is skipped instead.
+
+        Returns:
+            The total norm before clipping, a scalar; None with `clip_val`.
+        """
+        validation._validate_clipping(clip_val, max_norm)
+        module, optimizer = _unwrap_objects((module, optimizer))
+        if clip_val is not None:
+            self._strategy.clip_gradients_value(module, optimizer, clip_val)
+            return None
+        return self._strategy.clip_gradients_norm(
+            module, optimizer, cast(float, max_norm), norm_type, error_if_nonfinite=error_if_nonfinite
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The precision's forward context, for code outside of a module's forward."""
+        return self._precision.forward_context()
+
+    def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
+        """Accumulate gradients inside without synchronising them over the ranks.
+
+        Args:
+            module: A set-up module.
+            enabled: False changes nothing, for the last micro-batch: `no_backward_sync(model, enabled=not last)`.
+        """
+        return self._strategy.no_backward_sync(
+            validation._forward_module_of(module, "no_backward_sync(module)"), enabled
+        )
+
+    def to_device(self, obj: Any) -> Any:
+        """Move a module (in place), a tensor, or the tensors in any nesting of containers to the rank's device."""
+        self._require_launch("to_device")
+        if isinstance(obj, Module):
+            self._strategy.module_to_device(obj)
+            return obj
+        return self._strategy.batch_to_device(obj)
+
+    # talk
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print on rank 0 only."""
+        if self.is_global_zero:
+            print(*args, **kwargs)  # noqa: T201
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait until every rank is here."""
+        self._require_launch("barrier")
+        self._strategy.barrier(name)
+
+    def broadcast(self, obj: T, src: int = 0) -> T:
+        """The object of rank `src`, on every rank."""
+        self._require_launch("broadcast")
+        return self._strategy.broadcast(obj, src)
+
+    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
+        """Tensors (or numbers, in any nesting of containers) of all ranks, stacked along a new first dimension.
+
+        Args:
+            data: What to gather; tensors must have the same shape and dtype on all ranks.
+            group: A process group; by default all ranks.
+            sync_grads: Let gradients flow back to the rank that each part came from.
+
+        Returns:
+            The same nesting, with tensors of shape `(world_size, *shape)`; with one rank, of shape `shape`.
+        """
+        self._require_launch("all_gather")
+        return self._on_tensors(data, partial(self._strategy.all_gather, group=group, sync_grads=sync_grads))
+
+    def all_reduce(self, data: Any, group: Any = None, reduce_op: ReduceOp = "mean") -> Any:
+        """Tensors (or numbers, in any nesting of containers), reduced over all ranks into new tensors.
+
+        Args:
+            data: What to reduce; it is not changed.
+            group: A process group; by default all ranks.
+            reduce_op: `mean` (of integers too: a float), `sum`, `min`, `max` or `product`.
+        """
+        self._require_launch("all_reduce")
+        return self._on_tensors(data, partial(self._strategy.all_reduce, group=group, reduce_op=reduce_op))
+
+    def _on_tensors(self, data: Any, function: Callable[[Tensor], Tensor]) -> Any:
+        def apply(value: Tensor | float) -> Tensor:
+            return function(torch.as_tensor(value, device=self.device))
+
+        return apply_to_collection(data, (Tensor, int, float), apply)
+
+    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
+        """Rank 0 runs the block first, the others afterwards; if it fails there, every rank raises.
+
+        Args:
+            local: Let the first rank of each machine go first, for files on a machine's own disk.
+        """
+        self._require_launch("rank_zero_first")
+        return first_ranks_first(self._strategy, self.is_local_zero if local else self.is_global_zero)
+
+    # keep
+
+    def save(
+        self,
+        path: str | Path,
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+    ) -> None:
+        """Write a checkpoint; call it on every rank. A failure is raised on every rank.
+
+        Args:
+            path: A local path or any URL that fsspec knows.
+            state: Names to modules, optimizers, loaders, this `fabric` (RNG of every rank, loss scaler, callbacks),
+                other objects with `state_dict`, plain values, nested as you like.
+            filter: For a name in `state`, a function of (key, value) that says what of it to keep.
+        """
+        self._require_launch("save")
+        validation._validate_state(state)
+        self._strategy.save_checkpoint(path, _unwrap_objects(state), filter=filter)
+
+    def load(
+        self,
+        path: str | Path,
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool = True,
+    ) -> dict[str, Any]:
+        """Restore a checkpoint; call it on every rank.
+
+        Args:
+            path: What was given to `save`.
+            state: The objects to restore, in place, under the names that they were saved with. Plain values are put
+                into this dictionary. Without it everything is returned.
+            strict: Whether each name and each key must be in the file.
+            weights_only: False also unpickles arbitrary objects, which may run code: only for files that you trust.
+
+        Returns:
+            What the file holds beyond `state`.
+        """
+        self._require_launch("load")
+        unwrapped = _unwrap_objects(state)
+        remainder = self._strategy.load_checkpoint(path, unwrapped, strict, weights_only)
+        _copy_plain_values(unwrapped, state)
+        return remainder
+
+    def load_raw(self, path: str | Path, obj: Module | Optimizer, strict: bool = True) -> None:
+        """Load a file that holds nothing but the state of one module or optimizer, as plain PyTorch saves it."""
+        self._require_launch("load_raw")
+        checkpoint.load_raw(
+            path, _unwrap_objects(obj), access=self._strategy, io=self._strategy.checkpoint_io, strict=strict
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """RNG of every rank, loss scaler and callbacks: what `{"fabric": fabric}` keeps. Call it on every rank."""
+        return {
+            "rng": self._strategy.gather_objects(collect_rng_states()),
+            "precision": self._precision.state_dict(),
+            "callbacks": [callback.state_dict() for callback in self._stateful_callbacks()],
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; with another number of ranks the RNGs are seeded anew."""
+        self._precision.load_state_dict(state_dict["precision"])
+        for callback, state in zip(self._stateful_callbacks(), state_dict["callbacks"], strict=True):
+            callback.load_state_dict(state)
+        set_rng_states(state_dict["rng"], rank=self.global_rank, world_size=self.world_size)
+
+    def _stateful_callbacks(self) -> list[Any]:
+        return [c for c in self._callbacks if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
+
+    # observe
+
+    def log(self, name: str, value: Any, step: int | None = None) -> None:
+        """Send one number (or a tensor with one element) to every logger; nothing is reduced over ranks."""
+        self.log_dict({name: value}, step)
+
+    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Send numbers by name to every logger; nothing is reduced over ranks."""
+        metrics = convert_tensors_to_scalars(metrics)
+        for logger in self._loggers:
+            logger.log_metrics(metrics, step)
+
+    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
+        """Call the method `hook_name` of each callback that has it, in their order."""
+        for callback in self._callbacks:
+            hook = getattr(callback, hook_name, None)
+            if hook is None:
+                continue
+            validation._validate_hook(hook, hook_name, callback)
+            hook(*args, **kwargs)
+
+
+def _as_list(value: Any) -> list[Any]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _launching(cls: type[Fabric], run: Callable[..., Any]) -> Callable[..., Any]:
+    """The `run` of `cls` such that calling it launches; on a rank it only runs."""
+
+    @wraps(run)
+    def launch_and_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
+        return self.launch(_call_run, cls, *args, **kwargs)
+
+    return launch_and_run
+
+
+def _call_run(fabric: Fabric, cls: type[Fabric], *args: Any, **kwargs: Any) -> Any:
+    """A function that a spawned process can import, which a replaced method is not."""
+    return cls.__dict__["run"].__wrapped__(fabric, *args, **kwargs)

@@ -1,0 +1,121 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks at the boundary: what `Fabric` is given, before anything is done with it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from fabric.plan import Plan
+from fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
+
+
+def _validate_launch(function: Callable[..., Any] | None, plan: Plan) -> None:
+    if function is not None and not callable(function):
+        raise TypeError(
+            f"`fabric.launch({function!r})` takes a function, to be called as `function(fabric, *args)` on every rank."
+        )
+    if function is None and plan.launcher.value in ("spawn", "fork", "forkserver"):
+        raise TypeError(
+            f"`fabric.launch()` starts new processes by {plan.launcher.value} for `strategy={plan.strategy.label!r}`,"
+            " which need a function to run. Put the loop into one and call `fabric.launch(function)`."
+        )
+
+
+def _validate_launched(call: str, plan: Plan) -> None:
+    if plan.world_size > 1 or plan.launcher.value in ("spawn", "fork", "forkserver"):
+        raise RuntimeError(
+            f"`fabric.{call}(...)` needs the {plan.world_size} processes of this run, and they are not started yet."
+            " Call `fabric.launch()` before it."
+        )
+
+
+def _validate_module(module: Any) -> None:
+    if isinstance(module, _FabricModule):
+        raise ValueError(
+            "This module was set up before. `fabric.setup(model, ...)` takes each module once, as you made it."
+        )
+    if not isinstance(module, Module):
+        raise TypeError(
+            f"`fabric.setup(module, *optimizers)` takes a `torch.nn.Module` first, but got `{type(module).__name__}`."
+        )
+    meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
+    if meta:
+        raise RuntimeError(
+            f"`fabric.setup(...)`: `{type(module).__name__}` has {len(meta)} parameters on the meta device,"
+            f" the first is `{meta[0]}`. Create it under `fabric.init_module()`, or materialise it with"
+            " `module.to_empty(device=...)` and load its weights first."
+        )
+
+
+def _validate_optimizers(optimizers: Sequence[Any], *, at_least_one: bool = False) -> None:
+    if at_least_one and not optimizers:
+        raise ValueError("`fabric.setup_optimizers(*optimizers)` takes at least one optimizer.")
+    for optimizer in optimizers:
+        if isinstance(optimizer, _FabricOptimizer):
+            raise ValueError("This optimizer was set up before. Each optimizer is set up once, as you made it.")
+        if isinstance(optimizer, list | tuple):
+            raise TypeError(
+                "Optimizers are passed one by one, not as a list."
+                " Write `fabric.setup(model, *optimizers)` or `fabric.setup_optimizers(*optimizers)`."
+            )
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(
+                f"An optimizer must be a `torch.optim.Optimizer`, but got `{type(optimizer).__name__}`."
+                " A learning-rate scheduler needs no setup, or goes into `fabric.setup(..., scheduler=...)`."
+            )
+
+
+def _validate_dataloaders(loaders: Sequence[Any]) -> None:
+    if not loaders:
+        raise ValueError("`fabric.setup_dataloaders(*dataloaders)` takes at least one data loader.")
+    for loader in loaders:
+        if isinstance(loader, _FabricDataLoader):
+            raise ValueError("This data loader was set up before. Each loader is set up once, as you made it.")
+        if not isinstance(loader, DataLoader):
+            hint = (
+                " Pass loaders one by one: `setup_dataloaders(*loaders)`." if isinstance(loader, list | tuple) else ""
+            )
+            raise TypeError(
+                f"`fabric.setup_dataloaders(...)` takes `torch.utils.data.DataLoader` objects,"
+                f" but got `{type(loader).__name__}`.{hint}"
+            )
+
+
+def _validate_clipping(clip_val: float | None, max_norm: float | None) -> None:
+    if clip_val is None and max_norm is None:
+        raise ValueError(
+            "`fabric.clip_gradients(...)` needs `clip_val=` (for each element) or `max_norm=` (for the norm)."
+        )
+    if clip_val is not None and max_norm is not None:
+        raise ValueError(
+            f"`fabric.clip_gradients(clip_val={clip_val!r}, max_norm={max_norm!r})` can't clip by value and by norm."
+            " Leave one of them out."
+        )
+
+
+def _validate_state(state: Any) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"`fabric.save(path, state)` takes a dictionary of names and objects, but got `{type(state).__name__}`."
+            " Write `fabric.save(path, {'model': model, 'step': step})`."
+        )
+
+
+def _validate_hook(hook: Any, name: str, callback: Any) -> None:
+    if not callable(hook):
+        raise TypeError(
+            f"`fabric.call({name!r})`: `{type(callback).__name__}.{name}` is a `{type(hook).__name__}`, not a method."
+            " Make it one, or call another hook."
+        )
+
+
+def _forward_module_of(module: Any, call: str) -> Module:
+    """What the strategy made of a set-up module."""
+    if not isinstance(module, _FabricModule):
+        raise TypeError(
+            f"`fabric.{call}` takes a module that `fabric.setup(...)` returned, but got `{type(module).__name__}`."
+        )
+    return module._forward_module  # type: ignore[no-any-return]
