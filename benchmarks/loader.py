@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Time that each library adds to one batch of a `DataLoader` without workers, over iterating it directly."""
+
+import functools
+import statistics
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from benchmarks.libraries import Subject, quiet, subjects
+from benchmarks.report import NAMES, Row, in_turn, interval, main, median_difference, seconds
+
+BATCHES = 500
+
+
+def measure(quick: bool) -> list[Row]:
+    quiet()
+    data = TensorDataset(torch.randn(BATCHES * 8, 16), torch.randn(BATCHES * 8, 1))
+    made = subjects("32-true", loader=DataLoader(data, batch_size=8))
+    actions = {name: functools.partial(_microseconds, subject) for name, subject in made.items()}
+    times = in_turn(actions, 2 if quick else 30, warmup=1)
+    raw = statistics.median(times["raw"])
+    rows = []
+    for name, values in times.items():
+        if name == "raw":
+            continue
+        extra = median_difference(values, times["raw"])
+        low, high = interval(median_difference, values, times["raw"])
+        seen = f"+{extra:.1f} us ({low:.1f} to {high:.1f}) = +{extra / raw:.1%} of {raw:.0f} us"
+        rows.append(Row("one batch of 8 from a loader", NAMES[name], seen))
+    return rows
+
+
+def _microseconds(subject: Subject) -> float:
+    def epoch() -> None:
+        for _ in subject.loader:
+            pass
+
+    return seconds(epoch) / BATCHES * 1e6
+
+
+if __name__ == "__main__":
+    main(measure)
