@@ -4,7 +4,7 @@
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 
@@ -15,13 +15,15 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric import checkpoint, validation
+from fabric import validation
 from fabric.accelerators import Accelerator, take_inventory
+from fabric.checkpoint import load_raw
 from fabric.data import _FabricDataLoader, sampling_seed, shard_dataloader
 from fabric.loggers import Logger
 from fabric.plan import Arguments, Plan, resolve
 from fabric.plugins.environments import ClusterEnvironment
 from fabric.plugins.precision import Precision
+from fabric.run_override import launching
 from fabric.strategies import Strategy
 from fabric.strategies.launchers import create_launcher
 from fabric.strategies.strategy import ReduceOp
@@ -90,7 +92,7 @@ class Fabric:
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "run" in cls.__dict__:
-            cls.run = _launching(cls, cls.run)  # type: ignore[method-assign]
+            cls.run = launching(cls, cls.run)  # type: ignore[method-assign]
 
     def __repr__(self) -> str:
         return self._plan.summary()
@@ -190,8 +192,6 @@ class Fabric:
     ) -> T | None:
         """What each rank does at launch."""
         self._bind(environment)
-        if self._plan.threads.value is not None:
-            torch.set_num_threads(self._plan.threads.value)
         self._strategy.setup_environment()
         self._launched = True
         return function(self, *args, **kwargs) if function is not None else None
@@ -232,15 +232,15 @@ class Fabric:
     # set up
 
     @overload
-    def setup(self, module: Module, *, move_to_device: bool = True, _reapply_compile: bool = True) -> _FabricModule: ...
+    def setup(self, module: Module, *, move_to_device: bool = ..., _reapply_compile: bool = ...) -> _FabricModule: ...
     @overload
     def setup(
         self,
         module: Module,
         *optimizers: Optimizer,
-        scheduler: Any = None,
-        move_to_device: bool = True,
-        _reapply_compile: bool = True,
+        scheduler: Any = ...,
+        move_to_device: bool = ...,
+        _reapply_compile: bool = ...,
     ) -> Any: ...
     def setup(
         self,
@@ -265,22 +265,26 @@ class Fabric:
         self._require_launch("setup")
         validation._validate_module(module)
         validation._validate_optimizers(optimizers)
-        original, compile_again = self._prepare_module(module, move_to_device, _reapply_compile)
+        module, compile_again = _unwrap_compiled(module) if _reapply_compile else (module, None)
+        with self._strategy.parameters.follow(module):
+            module = self._precision.convert_module(module)
+            if move_to_device:
+                self._strategy.module_to_device(module)
         forward_module, plain_optimizers, scheduler = self._strategy.setup_module_and_optimizers(
-            original, optimizers, scheduler
+            module, optimizers, scheduler
         )
-        wrapped = self._wrap_module(forward_module, original, compile_again)
-        results = (wrapped, *(_FabricOptimizer(optimizer, self._strategy) for optimizer in plain_optimizers))
-        if scheduler is not None:
-            results = (*results, scheduler)
-        return results if len(results) > 1 else wrapped
+        self._modules.append(forward_module)
+        if compile_again is not None:
+            forward_module = compile_again(forward_module)
+        wrapped = _FabricModule(forward_module, self._strategy, original_module=module)
+        results = [wrapped, *(_FabricOptimizer(optimizer, self._strategy) for optimizer in plain_optimizers)]
+        results += [] if scheduler is None else [scheduler]
+        return tuple(results) if len(results) > 1 else wrapped
 
     def setup_module(self, module: Module, move_to_device: bool = True, _reapply_compile: bool = True) -> _FabricModule:
         """Set up a module alone; set up its optimizers afterwards with `setup_optimizers`."""
         self._require_launch("setup_module")
-        validation._validate_module(module)
-        original, compile_again = self._prepare_module(module, move_to_device, _reapply_compile)
-        return self._wrap_module(self._strategy.setup_module(original), original, compile_again)
+        return self.setup(module, move_to_device=move_to_device, _reapply_compile=_reapply_compile)
 
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Set up optimizers alone; returns one, or a tuple of them."""
@@ -288,27 +292,6 @@ class Fabric:
         validation._validate_optimizers(optimizers, at_least_one=True)
         wrapped = tuple(_FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy) for o in optimizers)
         return wrapped[0] if len(wrapped) == 1 else wrapped
-
-    def _prepare_module(
-        self, module: Module, move_to_device: bool, reapply_compile: bool
-    ) -> tuple[Module, Callable[[Module], Module] | None]:
-        """Convert and move the module; returns the plain one, and how to compile it again."""
-        compile_again = None
-        if reapply_compile:
-            module, compile_again = _unwrap_compiled(module)
-        with self._strategy.parameters.follow(module):
-            converted = self._precision.convert_module(module)
-            if move_to_device:
-                self._strategy.module_to_device(converted)
-        return converted, compile_again
-
-    def _wrap_module(
-        self, forward_module: Module, original: Module, compile_again: Callable[[Module], Module] | None
-    ) -> _FabricModule:
-        self._modules.append(forward_module)
-        if compile_again is not None:
-            forward_module = compile_again(forward_module)
-        return _FabricModule(forward_module, self._strategy, original_module=original)
 
     def setup_dataloaders(
         self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
@@ -523,12 +506,11 @@ class Fabric:
     def load_raw(self, path: str | Path, obj: Module | Optimizer, strict: bool = True) -> None:
         """Load a file that holds nothing but the state of one module or optimizer, as plain PyTorch saves it."""
         self._require_launch("load_raw")
-        checkpoint.load_raw(
-            path, _unwrap_objects(obj), access=self._strategy, io=self._strategy.checkpoint_io, strict=strict
-        )
+        load_raw(path, _unwrap_objects(obj), access=self._strategy, io=self._strategy.checkpoint_io, strict=strict)
 
     def state_dict(self) -> dict[str, Any]:
         """RNG of every rank, loss scaler and callbacks: what `{"fabric": fabric}` keeps. Call it on every rank."""
+        self._require_launch("state_dict")
         return {
             "rng": self._strategy.gather_objects(collect_rng_states()),
             "precision": self._precision.state_dict(),
@@ -537,6 +519,7 @@ class Fabric:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; with another number of ranks the RNGs are seeded anew."""
+        self._require_launch("load_state_dict")
         self._precision.load_state_dict(state_dict["precision"])
         for callback, state in zip(self._stateful_callbacks(), state_dict["callbacks"], strict=True):
             callback.load_state_dict(state)
@@ -571,18 +554,3 @@ def _as_list(value: Any) -> list[Any]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _launching(cls: type[Fabric], run: Callable[..., Any]) -> Callable[..., Any]:
-    """The `run` of `cls` such that calling it launches; on a rank it only runs."""
-
-    @wraps(run)
-    def launch_and_run(self: Fabric, *args: Any, **kwargs: Any) -> Any:
-        return self.launch(_call_run, cls, *args, **kwargs)
-
-    return launch_and_run
-
-
-def _call_run(fabric: Fabric, cls: type[Fabric], *args: Any, **kwargs: Any) -> Any:
-    """A function that a spawned process can import, which a replaced method is not."""
-    return cls.__dict__["run"].__wrapped__(fabric, *args, **kwargs)

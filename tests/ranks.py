@@ -312,7 +312,7 @@ def _preload() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import pytest  # noqa: F401
-        import torch._dynamo  # noqa: F401  (DDP imports it; here it costs its seconds once)
+        import torch._dynamo  # (DDP imports it; here it costs its seconds once)
         import torch.distributed  # noqa: F401
 
         with contextlib.suppress(ImportError):  # a broken import shows in the test, with its traceback

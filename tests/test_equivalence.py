@@ -23,17 +23,26 @@ PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "16-mixed", "bf16-mi
 SETUPS = (("single", 1), ("ddp", 1), ("ddp", 2), ("ddp", 4))
 ACCUMULATIONS = (1, 3)
 CLIPPINGS = ("off", "norm", "value")
-MAX_NORM, MAX_VALUE = 0.5, 0.05
+MAX_NORM, MAX_VALUE = 0.05, 0.005
 
 # Relative errors. Half-precision gradients are averaged in that precision.
 TOLERANCES = {
     "32-true": 2e-6,
     "64-true": 1e-14,
-    "16-true": 4e-3,
-    "bf16-true": 3e-2,
+    "16-true": 8e-3,
+    "bf16-true": 5e-2,
     "16-mixed": 4e-3,
     "bf16-mixed": 3e-2,
 }
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    """As on the ranks: the order of sums, and so the last bit, depends on the number of threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @dataclass(frozen=True)
@@ -58,8 +67,8 @@ def build(case):
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(6, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
     if case.optimizer == "sgd":
-        return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, torch.optim.Adam(model.parameters(), lr=0.01, eps=1e-3)
+        return model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    return model, torch.optim.Adam(model.parameters(), lr=0.05, eps=1e-2)
 
 
 def batch(case, step, micro):
@@ -73,7 +82,8 @@ def batch(case, step, micro):
 
 
 def loss_of(output, target):
-    return nn.functional.mse_loss(output, target.to(output.dtype))
+    """Small enough for the loss scaler's first scale, on ranks too, whose means are over fewer samples."""
+    return 0.1 * nn.functional.mse_loss(output, target.to(output.dtype))
 
 
 # ---------------------------------------------------------------------------------------------------------------------

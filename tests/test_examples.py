@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples and the first program of the docs, with few steps, started as a user starts them."""
 
+import os
 import re
 import signal
 import subprocess
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
+# One thread, so that a run takes the same time and gives the same bits on a busy machine.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 GPT = str(ROOT / "examples" / "gpt" / "main.py")
 LOCAL_SGD = str(ROOT / "examples" / "custom_strategy" / "main.py")
 FLAGS = ("--accelerator", "cpu", "--steps", "6", "--log-every", "2", "--save-every", "2")
@@ -18,7 +21,9 @@ LOSSES = re.compile(r"step +(\d+)  loss ([\d.]+)  val ([\d.]+)")
 
 
 def run(*command: str, cwd: Path) -> str:
-    done = subprocess.run([sys.executable, *command], cwd=cwd, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *command], cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=240
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -117,6 +117,8 @@ NEEDS_LAUNCH = {
     "save": lambda f: f.save("file", {}),
     "load": lambda f: f.load("file"),
     "load_raw": lambda f: f.load_raw("file", nn.Linear(1, 1)),
+    "state_dict": lambda f: f.state_dict(),
+    "load_state_dict": lambda f: f.load_state_dict({}),
 }
 
 
@@ -130,11 +132,6 @@ def test_what_needs_the_processes_says_to_launch_them(call, strategy):
         " Call `fabric.launch()` before it.",
     ):
         NEEDS_LAUNCH[call](fabric)
-
-
-def test_state_dict_before_launch_says_so_too():
-    with pytest.raises(RuntimeError, match=r"needs the 2 processes of this run, and they are not started yet"):
-        Fabric(accelerator="cpu", devices=2).state_dict()
 
 
 @pytest.mark.parametrize(("strategy", "way"), [("ddp_spawn", "spawn"), ("ddp_fork", "fork"), ("ddp_notebook", "fork")])
@@ -179,7 +176,7 @@ def test_run_is_wrapped_once_in_a_line_of_subclasses():
 
 
 def test_run_that_nobody_defined():
-    text = "`Fabric.run()` is not defined. Override `run` in a subclass of `Fabric`, or use `launch()`."
+    text = "`Fabric.run()` is not defined. Override it in a subclass of `Fabric`, or use `launch()`."
     with raises(NotImplementedError, text):
         one().run()
 
@@ -258,7 +255,7 @@ WRONG_SETUPS = {
         TypeError,
         lambda f: f.setup(nn.Linear(1, 1), torch.optim.lr_scheduler.StepLR(linear_and_sgd()[1], 1)),
         "An optimizer must be a `torch.optim.Optimizer`, but got `StepLR`."
-        " A learning-rate scheduler goes into `fabric.setup(model, optimizer, scheduler=...)`, or needs no setup.",
+        " A learning-rate scheduler needs no setup, or goes into `fabric.setup(..., scheduler=...)`.",
     ),
     "no optimizer": (
         ValueError,
@@ -300,17 +297,6 @@ def test_wrong_setups_say_what_to_do(case):
     error, call, text = WRONG_SETUPS[case]
     with raises(error, text):
         call(one())
-
-
-def test_the_users_module_or_optimizer_set_up_twice_is_refused_too():
-    """The second wrapper would be wrapped by DDP a second time: gradients reduced twice."""
-    fabric = one()
-    net, plain = linear_and_sgd()
-    fabric.setup(net, plain)
-    with raises(ValueError, WRONG_SETUPS["module twice"][2]):
-        fabric.setup(net)
-    with raises(ValueError, WRONG_SETUPS["optimizer twice"][2]):
-        fabric.setup_optimizers(plain)
 
 
 def test_move_to_device_can_be_left_out():
@@ -384,13 +370,10 @@ def test_backward_with_several_models():
 def test_clip_gradients_needs_one_of_two():
     fabric = one()
     model, optimizer = fabric.setup(*linear_and_sgd())
-    text = "`fabric.clip_gradients(...)` needs `clip_val=` (clip each element) or `max_norm=` (clip the norm)."
+    text = "`fabric.clip_gradients(...)` needs `clip_val=` (for each element) or `max_norm=` (for the norm)."
     with raises(ValueError, text):
         fabric.clip_gradients(model, optimizer)
-    text = (
-        "`fabric.clip_gradients(clip_val=1.0, max_norm=2.0)`: clip by value or by norm, not both."
-        " Leave one of them out."
-    )
+    text = "`fabric.clip_gradients(clip_val=1.0, max_norm=2.0)` can't clip by value and by norm. Leave one of them out."
     with raises(ValueError, text):
         fabric.clip_gradients(model, optimizer, clip_val=1.0, max_norm=2.0)
 
@@ -401,7 +384,9 @@ def test_clip_gradients_returns_the_norm_before():
     fabric.backward(model(torch.full((1, 2), 2.0)).sum())
     assert fabric.clip_gradients(model, optimizer, max_norm=0.5).item() == 3.0
     assert fabric.clip_gradients(model, optimizer, max_norm=0.5).item() == pytest.approx(0.5)
-    assert fabric.clip_gradients(model, optimizer, max_norm=9.0, norm_type=float("inf")).item() == pytest.approx(1 / 3)
+    assert fabric.clip_gradients(model, optimizer, max_norm=9.0, norm_type=float("inf")).item() == pytest.approx(
+        1 / 3, rel=1e-5
+    )
     assert fabric.clip_gradients(model, optimizer, clip_val=0.1) is None
     assert model.weight.grad.max() == 0.1
 
@@ -435,7 +420,7 @@ def test_autocast_is_the_precisions_context():
 
 
 def test_no_backward_sync_takes_a_module_that_was_set_up():
-    text = "`fabric.no_backward_sync(module)` takes a module that came back from `fabric.setup(...)`, but got `Linear`."
+    text = "`fabric.no_backward_sync(module)` takes a module that `fabric.setup(...)` returned, but got `Linear`."
     with raises(TypeError, text):
         one().no_backward_sync(nn.Linear(1, 1))
 
@@ -581,8 +566,8 @@ def test_call_reaches_each_callback_that_has_the_hook_in_order():
 
 
 def test_a_hook_that_cannot_be_called():
-    text = "`fabric.call('on_broken')`: `Callback.on_broken` is a `str`, which can't be called."
-    with raises(TypeError, text + " Make it a method, or call another hook."):
+    text = "`fabric.call('on_broken')`: `Callback.on_broken` is a `str`, not a method."
+    with raises(TypeError, text + " Make it one, or call another hook."):
         one(callbacks=Callback([])).call("on_broken")
 
 
@@ -914,7 +899,7 @@ class TestOnRanks:
 # --------------------------------------------------------------------------------------------------------------------
 # Real scripts
 # --------------------------------------------------------------------------------------------------------------------
-def run_script(tmp_path, text, *, timeout=60):
+def run_script(tmp_path, text, *, timeout=200):
     (tmp_path / "main.py").write_text(text)
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "main.py"]

@@ -18,9 +18,9 @@ from fabric.processes.forks import in_forked_children
 from fabric.processes.mailbox import Closing, Mailbox, Reported
 from fabric.processes.main_thread import ASKING, MainThread, RankFailed, interrupt_is_for_debugger, interrupt_raises
 from fabric.processes.record import Record, Records
-from fabric.processes.screen import show
+from fabric.processes.screen import error_stream, show
 from fabric.processes.supervisor import FAILURE_GRACE, INTERRUPT_GRACE, Supervisor
-from fabric.processes.verdict import Failure
+from fabric.processes.verdict import Failure, person, signal_report
 
 
 class OtherMachines(Protocol):
@@ -80,11 +80,13 @@ class InsideSupervisor(Supervisor):
         self._excepthook = sys.excepthook
         self._last_value = getattr(sys, "last_value", None)
         self._code_given = False
+        self._hooked = False
 
     def install(self) -> None:
         """Begin to supervise. Only in the main thread can signals be handled."""
         self._excepthook = sys.excepthook
         sys.excepthook = self._on_exception
+        self._hooked = True
         atexit.register(self._at_exit)
         in_forked_children(self._forget)
         self._main.install()
@@ -95,6 +97,7 @@ class InsideSupervisor(Supervisor):
 
     def uninstall(self) -> None:
         """Take the hooks and handlers away. Ranks that still run are waited for at the end of the process."""
+        self._hooked = False  # PyTorch's own hook may still call ours
         self._main.uninstall()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
@@ -176,18 +179,21 @@ class InsideSupervisor(Supervisor):
     def _report(self) -> str:
         if self._failure is not None:
             return self._failure.report()
-        name = signal.Signals(self.asked).name
-        return f"\nfabric: {name}: every rank of this machine has ended.\n"
+        return signal_report(self.asked, who=person(self._rank, os.getpid()))
 
     # -- in the main thread
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Rank 0's script failed: end the others. Who failed first is reported at exit."""
+        if not self._hooked:
+            self._excepthook(kind, error, traceback)
+            return
         interrupted = isinstance(error, KeyboardInterrupt)
         self._fail(error)
         counts = self._failure is None or self._failure.rank == self._rank
         if counts and (interrupted or self._excepthook is not sys.__excepthook__):
-            self._excepthook(kind, error, traceback)
+            with contextlib.redirect_stderr(error_stream()):
+                self._excepthook(kind, error, traceback)
         self._code_given = True
         raise SystemExit(self._failure.code if self._failure is not None else 128 + self.asked)
 

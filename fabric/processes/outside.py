@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Supervision from outside: this process only starts the ranks and watches them (`fabric run`, `ddp_spawn`)."""
 
+import os
 import signal
 import time
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from fabric.processes.mailbox import IN_DEBUGGER, RECORDED, Mailbox
 from fabric.processes.main_thread import ASKING, MainThread
 from fabric.processes.record import Records
 from fabric.processes.supervisor import Supervisor
-from fabric.processes.verdict import Failure
+from fabric.processes.verdict import Failure, person, signal_report
 
 # Seconds within which rank 0, at the same terminal, says that it got Ctrl-C.
 _ANSWER = 1.0
@@ -24,20 +25,20 @@ class Outcome:
     Args:
         failure: The first failure; None where no rank failed.
         asked: The signal from outside with which the job was asked to end; 0 for none.
+        asked_who: Who got it.
         code: What the job exits with.
     """
 
     failure: Failure | None
     asked: int
+    asked_who: str
     code: int
 
     def report(self) -> str:
         """The text that stands last on the screen; empty where all is well."""
         if self.failure is not None:
             return self.failure.report()
-        if self.asked and self.code:
-            return f"\nfabric: {signal.Signals(self.asked).name}: every rank of this machine has ended.\n"
-        return ""
+        return signal_report(self.asked, who=self.asked_who) if self.asked and self.code else ""
 
 
 class OutsideSupervisor(Supervisor):
@@ -56,6 +57,8 @@ class OutsideSupervisor(Supervisor):
     ) -> None:
         super().__init__(children, mailbox=mailbox, records=records, grace=grace)
         self._first = children[0].rank
+        self._first_pid = children[0].pid
+        self._asked_who = f"process {os.getpid()}, which watches the ranks,"
         self._shares_terminal = shares_terminal
         self._main = MainThread(mailbox.writer, ending="only_tell")
 
@@ -71,7 +74,7 @@ class OutsideSupervisor(Supervisor):
             self.records.remove()
         first = next((ended.code for ended in self.ended if ended.rank == self._first), -signal.SIGKILL)
         code = failure.code if failure is not None else first if first >= 0 else 128 - first
-        return Outcome(failure, self.asked, code)
+        return Outcome(failure, self.asked, self._asked_who, code)
 
     def forget(self) -> None:
         """In a forked child: its signals are its own."""
@@ -93,6 +96,7 @@ class OutsideSupervisor(Supervisor):
             return
         self.check_at = None
         if what != IN_DEBUGGER:
+            self._asked_who = person(self._first, self._first_pid)
             self.ask_to_end(what, spare=self._first)
 
     def _on_check(self) -> None:

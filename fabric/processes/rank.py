@@ -60,6 +60,7 @@ class Rank:
         self._answer = threading.Event()
         self._excepthook = sys.excepthook
         self._failed = False
+        self._hooked = False
         # Kept to the end, so that each side sees the other one end.
         self._port_fd = os.dup(token.port_fd) if token.port_fd is not None else None
 
@@ -67,6 +68,7 @@ class Rank:
         """Begin to watch."""
         self._excepthook = sys.excepthook
         sys.excepthook = self._on_exception
+        self._hooked = True
         atexit.register(self.finish)
         in_forked_children(self._forget)
         self._main.install()
@@ -77,6 +79,7 @@ class Rank:
 
     def uninstall(self) -> None:
         """Take the hooks and handlers away; the watch for the launcher's end goes on."""
+        self._hooked = False  # PyTorch's own hook may still call ours
         self._main.uninstall()
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
@@ -153,6 +156,9 @@ class Rank:
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """The script failed. The launcher shows the record if it is the first; a hook of the user's runs too."""
+        if not self._hooked:
+            self._excepthook(kind, error, traceback)
+            return
         self.fail(error)
         at_terminal = self._is_first and isinstance(error, KeyboardInterrupt)
         if at_terminal or self._excepthook is not sys.__excepthook__:

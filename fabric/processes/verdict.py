@@ -10,6 +10,8 @@ from fabric.processes.record import Record
 
 # A death noticed up to this many seconds after the first record came before it: the others only felt it.
 SETTLE = 1.0
+# Seconds that Python may take to end after a script has ended.
+LEAVING = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Failure:
         code: What the job exits with: the rank's exit code, 128 + n for signal n.
         how: How it ended, for people: `exit code 17`, `SIGKILL (signal 9)`.
         traceback: Its traceback, empty where it left none.
+        traceback_of: Whose traceback it is, where it is another rank's.
     """
 
     rank: int
@@ -48,12 +51,13 @@ class Failure:
     code: int
     how: str
     traceback: str = ""
+    traceback_of: str = ""
 
     def report(self) -> str:
         """The text that stands last on the screen."""
         who = f"rank {self.rank} on host `{self.host}` (pid {self.pid})"
-        trace = f"\nfabric: the traceback of {who}:\n\n{self.traceback.rstrip()}\n\n" if self.traceback else "\n"
-        return f"{trace}fabric: {who} failed first: {self.how}. The other ranks of this job were ended.\n"
+        trace = f"\nfabric: the traceback of {self.traceback_of or who}:\n\n{self.traceback.rstrip()}\n"
+        return (trace if self.traceback else "") + f"\nfabric: {who} failed first: {self.how}. All ranks have ended.\n"
 
 
 @dataclass(frozen=True)
@@ -88,15 +92,29 @@ def first_failure(sight: Sight) -> Failure | float | None:
     first = min(records, key=lambda record: record.time, default=None)
     if first is None:
         return _of_death(min(silent, key=lambda e: e.at)) if silent else None
-    deaths = [death for death in silent if death.at <= first.time + SETTLE]
+    deaths = [death for death in silent if _time_of(death, sight) <= first.time + SETTLE]
     if deaths:
-        return _of_death(min(deaths, key=lambda death: death.at))
-    if first.felt and set(sight.running) - set(sight.records) and sight.now < first.time + SETTLE:
-        return first.time + SETTLE
+        return _of_death(min(deaths, key=lambda death: _time_of(death, sight)))
+    open_until = _open_until(first, sight)
+    if sight.now < open_until:
+        return open_until
     own = [record for record in records if not record.lost_peer and record.time <= first.time + SETTLE]
     if own:
         first = min(own, key=lambda record: record.time)
     return (_left_early(first, sight) if first.lost_peer else None) or _of_record(first, sight.ended)
+
+
+def _open_until(first: Record, sight: Sight) -> float:
+    """Until when another rank may turn out to have failed before `first`."""
+    suspects = set(sight.running) - set(sight.records)
+    if first.lost_peer and suspects & set(sight.ends):
+        return first.time + LEAVING  # its script has ended, with an exit code that is still to come
+    return first.time + SETTLE if first.felt and suspects else first.time
+
+
+def _time_of(death: Ended, sight: Sight) -> float:
+    """When a rank failed: it may have taken a while from the end of its script to that of its process."""
+    return min(death.at, sight.ends[death.rank][0]) if death.rank in sight.ends else death.at
 
 
 def _expected(ended: Ended, asked: int) -> bool:
@@ -123,10 +141,9 @@ def _left_early(record: Record, sight: Sight) -> Failure | None:
     if not early:
         return None
     rank, (_, pid) = min(early.items(), key=lambda item: item[1])
-    how = f"it ended, without an error, while rank {record.rank} was still communicating with it (traceback above)"
-    failure = _of_record(record, sight.ended)
-    trace = f"(of rank {record.rank}, which it left behind)\n{record.traceback}"
-    return replace(failure, rank=rank, pid=pid, how=how, traceback=trace)
+    how = f"its script ended while rank {record.rank} still communicated with it"
+    victim = f"rank {record.rank} on host `{record.host}` (pid {record.pid}), which rank {rank} left behind"
+    return replace(_of_record(record, sight.ended), rank=rank, pid=pid, how=how, traceback_of=victim)
 
 
 def _shell_code(code: int) -> int:
@@ -139,6 +156,16 @@ def describe_code(code: int) -> str:
         return f"exit code {code}"
     hint = "; the system sends it when memory runs out" if -code == getattr(signal, "SIGKILL", 0) else ""
     return _signal_name(-code) + hint
+
+
+def signal_report(signum: int, *, who: str) -> str:
+    """The text that stands last on the screen where a job was asked to end by a signal."""
+    return f"\nfabric: {who} got {_signal_name(signum)}. All ranks have ended.\n"
+
+
+def person(rank: int, pid: int) -> str:
+    """A rank of this machine, for messages."""
+    return f"rank {rank} on host `{socket.gethostname()}` (pid {pid})"
 
 
 def _signal_name(signum: int) -> str:

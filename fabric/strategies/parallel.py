@@ -96,7 +96,7 @@ class ParallelStrategy(Strategy, ABC):
         device = self.root_device
         dist.init_process_group(
             self.process_group_backend,
-            store=self.environment.create_store(self.timeout),
+            store=self.environment.join(self.timeout),
             rank=self.global_rank,
             world_size=self.world_size,
             timeout=self.timeout,

@@ -13,8 +13,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric import checkpoint
 from fabric.accelerators import Accelerator
+from fabric.checkpoint import load, save
 from fabric.plugins.environments import ClusterEnvironment
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.precision import Precision, create_precision
@@ -297,7 +297,7 @@ class Strategy(ABC):
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write `state` as one file; collective, and a failure is raised on every rank."""
-        checkpoint.save(path, state, access=self, io=self._checkpoint_io, filter=filter)
+        save(path, state, access=self, io=self._checkpoint_io, filter=filter)
 
     def load_checkpoint(
         self,
@@ -307,9 +307,7 @@ class Strategy(ABC):
         weights_only: bool = True,
     ) -> dict[str, Any]:
         """Restore `state` in place from one file, and return what it did not ask for; collective."""
-        return checkpoint.load(
-            path, state, access=self, io=self._checkpoint_io, strict=strict, weights_only=weights_only
-        )
+        return load(path, state, access=self, io=self._checkpoint_io, strict=strict, weights_only=weights_only)
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -40,15 +40,21 @@ def _unwrap_objects(collection: Any) -> Any:
     return _unwrap_compiled(module)[0]
 
 
-def _copy_plain_values(unwrapped: Any, collection: Any) -> None:
-    """Put what was restored into the containers that `_unwrap_objects` made into the user's own ones."""
-    if not isinstance(unwrapped, dict | list):
-        return
-    for key, value in unwrapped.items() if isinstance(unwrapped, dict) else enumerate(unwrapped):
-        if isinstance(value, dict | list) and type(collection[key]) is type(value):
-            _copy_plain_values(value, collection[key])
-        elif not isinstance(value, Module | Optimizer):
-            collection[key] = value
+def _copy_plain_values(unwrapped: Any, collection: Any) -> Any:
+    """Put what was restored into the containers that `_unwrap_objects` copied back into the user's own; returns those."""
+    if isinstance(unwrapped, dict) and isinstance(collection, dict):
+        for key, value in unwrapped.items():
+            collection[key] = _copy_plain_values(value, collection.get(key))
+        return collection
+    if type(unwrapped) in (list, tuple) and type(collection) is type(unwrapped):
+        values = unwrapped
+        if len(unwrapped) == len(collection):  # else there are only plain values in it
+            values = [_copy_plain_values(*pair) for pair in zip(unwrapped, collection, strict=True)]
+        if isinstance(collection, tuple):
+            return tuple(values)
+        collection[:] = values
+        return collection
+    return collection if isinstance(unwrapped, Module | Optimizer) else unwrapped
 
 
 def _compiled_class() -> tuple[type[Module], ...]:

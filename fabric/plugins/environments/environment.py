@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import ClassVar
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 from typing_extensions import Self
 
 
@@ -110,8 +110,21 @@ class ClusterEnvironment(ABC):
         """Who started the ranks, where `creates_processes_externally`; for messages."""
         return f"the `{self.name}` environment"
 
+    def join(self, timeout: timedelta) -> Store:
+        """The store for the next process group of this job. Called once on every rank for each process group.
+
+        Keys that an earlier process group left in the same store make Gloo connect to addresses that are gone, so each
+        group has keys of its own, by the number of times that this rank has joined.
+
+        Args:
+            timeout: How long a rank waits for the others.
+        """
+        store = self.create_store(timeout)
+        joins = store.add(f"fabric/joins/{self.global_rank()}", 1)
+        return PrefixStore(f"fabric/{joins}", store)
+
     def create_store(self, timeout: timedelta) -> Store:
-        """The store through which the ranks find each other. Runs once on every rank, when it joins the job.
+        """The store through which the ranks find each other; the same one each time, where this process keeps it.
 
         Args:
             timeout: How long a rank waits for the others.
@@ -125,4 +138,5 @@ class ClusterEnvironment(ABC):
         )
 
     def teardown(self) -> None:
-        """Let go of the store. Runs once on every rank, at the end."""
+        """Runs once on every rank, when it leaves the process group. A store that this process hosts stays open: other
+        machines still listen to it for news of a failure, and a later launch meets there again."""

@@ -98,10 +98,6 @@ class LaunchedEnvironment(ClusterEnvironment):
                 self._send_port(self._store.port)
         return self._store
 
-    @override
-    def teardown(self) -> None:
-        self._store = None
-
     def _send_port(self, port: int) -> None:
         """One message for each of the others; all of them fit into the pipe at once."""
         message = str(port).zfill(_PORT_BYTES).encode() * (self.token.world_size - 1)

@@ -95,7 +95,3 @@ class LocalEnvironment(ClusterEnvironment):
         if self._store is None:
             self._store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False, timeout=timeout)
         return self._store
-
-    @override
-    def teardown(self) -> None:
-        self._store = None

@@ -4,7 +4,9 @@
 import copy
 import os
 from collections.abc import Mapping
+from datetime import timedelta
 
+from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
 from typing_extensions import Self, override
 
 from fabric.plugins.environments.environment import ClusterEnvironment, Fact, Sizes
@@ -55,6 +57,7 @@ class PlainEnvironment(ClusterEnvironment):
             self._local_total = read_optional_number(environ, "LOCAL_WORLD_SIZE", minimum=1)
             self._validate_rank(self._rank)
         self._num_nodes: int | None = None
+        self._store: Store | None = None
 
     @property
     @override
@@ -148,6 +151,12 @@ class PlainEnvironment(ClusterEnvironment):
             raise _missing("WORLD_SIZE", "the number of processes on all machines, which `num_nodes=` gives as well")
         sized._validate_place()
         return sized
+
+    @override
+    def create_store(self, timeout: timedelta) -> Store:
+        if self._store is None:
+            self._store = super().create_store(timeout)
+        return self._store
 
     def _validate_rank(self, rank: int) -> None:
         if self._total is None:

@@ -5,12 +5,12 @@ import os
 from collections.abc import Mapping
 from datetime import timedelta
 
-from torch.distributed import Store  # type: ignore[attr-defined]  # public, but not in its __all__
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public, but not in its __all__
 from torch.distributed.rendezvous import rendezvous
 from typing_extensions import override
 
 from fabric.plugins.environments.environment import ClusterEnvironment, Fact, Sizes
-from fabric.plugins.environments.variables import read_number, read_required, validate_below
+from fabric.plugins.environments.variables import read_number, read_optional_number, read_required, validate_below
 
 
 class TorchElasticEnvironment(ClusterEnvironment):
@@ -36,6 +36,8 @@ class TorchElasticEnvironment(ClusterEnvironment):
         self._global_rank = read_number(environ, "RANK", whose="torchrun")
         self._local_rank = read_number(environ, "LOCAL_RANK", whose="torchrun")
         self._node_rank = read_number(environ, "GROUP_RANK", whose="torchrun")
+        self._store: Store | None = None
+        self._attempt = read_optional_number(environ, "TORCHELASTIC_RESTART_COUNT") or 0
         validate_below(self._global_rank, "RANK", self._world_size, "WORLD_SIZE")
         validate_below(self._local_rank, "LOCAL_RANK", self._local_world_size, "LOCAL_WORLD_SIZE")
         validate_below(self._node_rank, "GROUP_RANK", self._num_nodes, "GROUP_WORLD_SIZE")
@@ -104,6 +106,8 @@ class TorchElasticEnvironment(ClusterEnvironment):
 
     @override
     def create_store(self, timeout: timedelta) -> Store:
-        """The agent's own store where it offers one, through PyTorch's handler, which knows restarts."""
-        store: Store = next(rendezvous("env://", self._global_rank, self._world_size, timeout=timeout))[0]
-        return store
+        """The agent's own store where it offers one. It outlives a restart: each attempt has its own keys."""
+        if self._store is None:
+            store = next(rendezvous("env://", self._global_rank, self._world_size, timeout=timeout))[0]
+            self._store = PrefixStore(f"fabric/attempt_{self._attempt}", store)
+        return self._store

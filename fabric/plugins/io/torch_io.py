@@ -60,7 +60,7 @@ def _load(source: Any, path: PathLike, map_location: Any, weights_only: bool) ->
     except OSError:
         raise
     except Exception as error:
-        if weights_only and isinstance(error, pickle.UnpicklingError):
+        if weights_only is not False and isinstance(error, pickle.UnpicklingError):
             _raise_if_refused(source, path, error)
         raise ValueError(
             f"`{os.fspath(path)}` can't be read as a checkpoint. It is damaged or incomplete, or it was not written by"

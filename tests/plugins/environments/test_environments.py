@@ -155,7 +155,19 @@ def test_local_store() -> None:
     another_job.create_store(SECOND)
     assert another_job.main_port != environment.main_port
     environment.teardown()
-    assert environment.create_store(SECOND) is not store
+    assert environment.create_store(SECOND) is store
+
+
+def test_each_process_group_has_keys_of_its_own() -> None:
+    """Also where a rank, as the launcher's rank 0, has opened the store before it joins."""
+    host = LocalEnvironment(2)
+    host.create_store(SECOND)
+    other = LaunchedEnvironment(token(rank=1, store_port=host.main_port))
+    for value in ("first", "second"):
+        joined = host.join(SECOND)
+        assert not joined.check(["key"])
+        joined.set("key", value)
+        assert other.join(SECOND).get("key") == value.encode()
 
 
 def test_torchelastic() -> None:
@@ -390,6 +402,7 @@ def test_plain_store() -> None:
     stores = [host.create_store(SECOND) for host in hosts]
     stores[0].set("key", "value")
     assert stores[1].get("key") == b"value"
+    assert [host.create_store(SECOND) for host in hosts] == stores
 
 
 def test_launched() -> None:

@@ -87,6 +87,7 @@ import torch
 from fabric.plugins.io import TorchCheckpointIO
 
 io, path = TorchCheckpointIO(), sys.argv[1]
+torch.set_num_threads(1)  # forks of a process that has used OpenMP hang
 
 def save_for_ever(started):
     step = 0
