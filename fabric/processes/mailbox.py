@@ -105,14 +105,14 @@ class Mailbox:
         os.close(self.writer)
 
     def _collect(self) -> None:
-        try:
+        # What was posted comes after what the ranks had told before that, so it is taken first.
+        posted = [self._posted.popleft() for _ in range(len(self._posted))]
+        content = b""
+        with contextlib.suppress(BlockingIOError):
             content = os.read(self.reader, 4096)
-        except BlockingIOError:
-            return
         for byte in content:
             if byte >= _FROM_RANK:
                 self._ready.append(Reported(byte if byte >= IN_DEBUGGER else byte - _FROM_RANK))
             elif byte != _WAKE:
                 self._ready.append(Signalled(byte))
-        while self._posted:
-            self._ready.append(self._posted.popleft())
+        self._ready.extend(posted)

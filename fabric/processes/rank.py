@@ -89,6 +89,9 @@ class Rank:
         self._failed = True
         self._main.quiet = True
         interrupted = isinstance(error, KeyboardInterrupt)
+        if interrupted and self._is_first:  # at the terminal: that is no failure, but the end of the job
+            self._tell_signal(signal.SIGINT)
+            return
         record = Record.of(error, rank=self._token.rank, signal=signal.SIGINT if interrupted else 0)
         if record.felt:
             self._wait_if_launcher_gone()

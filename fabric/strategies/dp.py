@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that splits each batch over several GPUs."""
 
-import torch
 from torch.nn import DataParallel, Module
 from typing_extensions import override
 
@@ -19,14 +18,6 @@ class DataParallelStrategy(SingleDeviceStrategy):
     max_devices: int | None = None
     accelerators: tuple[str, ...] | None = ("cuda",)
 
-    def __init__(self) -> None:
-        super().__init__()
-
-    @property
-    @override
-    def root_device(self) -> torch.device:
-        return self._devices[0]
-
     @override
     def setup_module(self, module: Module) -> Module:
-        return DataParallel(_Entry(module), device_ids=list(self._devices))
+        return DataParallel(_Entry(module), device_ids=list(self.devices))

@@ -65,7 +65,7 @@ class ParallelStrategy(Strategy, ABC):
     @property
     @override
     def root_device(self) -> torch.device:
-        return self._devices[self.local_rank]
+        return self.devices[self.local_rank]
 
     @property
     @override

@@ -13,22 +13,14 @@ T = TypeVar("T")
 
 
 class SingleDeviceStrategy(Strategy):
-    """One process on one device: each collective returns what it is given.
-
-    Args:
-        device: The device; by default the one that `Fabric(accelerator=..., devices=...)` chooses.
-    """
+    """One process on one device: each collective returns what it is given."""
 
     max_devices: int | None = 1
-
-    def __init__(self, device: torch.device | str | int | None = None) -> None:
-        super().__init__()
-        self._device = None if device is None else torch.device(device)
 
     @property
     @override
     def root_device(self) -> torch.device:
-        return self._device or (self._devices[0] if self._devices else torch.device("cpu"))
+        return self.devices[0]
 
     @override
     def barrier(self, name: str | None = None) -> None:

@@ -94,6 +94,13 @@ class Strategy(ABC):
             raise self._unbound()
         return self._environment
 
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """The devices of this machine."""
+        if not self._devices:
+            raise self._unbound()
+        return self._devices
+
     def _unbound(self) -> RuntimeError:
         name = type(self).__name__
         return RuntimeError(

@@ -30,8 +30,8 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
     The order is the wrapped sampler's own, drawn under isolated random number generators, so that it is a function of
     (seed, epoch) alone and the same on every rank and for every number of ranks. It is padded by wrapping around, or
     with `drop_last` cut, so that all ranks get the same number of items. Random numbers that a custom sampler draws
-    from Python's, NumPy's and PyTorch's global generators and from `torch.Generator` attributes are isolated; one that owns
-    any other generator has to seed it equally on all ranks. A custom sampler is drawn from in blocks, in advance.
+    from Python's, NumPy's and PyTorch's global generators and from `torch.Generator` attributes are isolated; one that
+    owns any other generator has to seed it equally on all ranks. A custom sampler is drawn from in blocks, in advance.
 
     Args:
         sampler: Any iterable over indices or batches of indices; it may be endless. It is not changed, but a

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.ranks
 
 
 def run(fabric: Any, directory: Path, stop: int | None, resume: bool) -> Any:
-    """Train 8 steps with dropout and shuffling; returns losses from where it started, and the parameters."""
+    """Train 16 steps with dropout and shuffling; returns losses from where it started, and the parameters."""
     torch.manual_seed(5 + fabric.global_rank if not resume else 77)
     model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -95,7 +95,7 @@ class Fails:
             raise LookupError("no state here")
 
 
-class Odd(Exception):
+class OddError(Exception):
     """Can't be pickled."""
 
     def __init__(self, text: str, more: int) -> None:
@@ -105,7 +105,7 @@ class Odd(Exception):
 class FailsOddly(Fails):
     def state_dict(self) -> dict[str, Any]:
         if self.fails:
-            raise Odd("odd", 1)
+            raise OddError("odd", 1)
         return {}
 
 
@@ -164,7 +164,7 @@ def test_a_state_that_one_rank_can_not_give_is_seen_by_all(failing: int, tmp_pat
 @pytest.mark.parametrize("failing", [0, 1])
 def test_an_error_that_can_not_travel_says_what_it_was(failing: int, tmp_path: Path) -> None:
     errors = run_ranks(2, _save, str(tmp_path / "a.pt"), failing, "FailsOddly")
-    assert errors == both("RuntimeError", "Odd: odd")
+    assert errors == both("RuntimeError", "OddError: odd")
 
 
 def _cause(context: RankContext) -> str:

@@ -175,7 +175,8 @@ def test_filter_keeps_what_it_says(tmp_path: Path) -> None:
         (
             {"modle": print},
             ValueError,
-            "`fabric.save(..., filter=...)`: `state` has no key 'modle'. Did you mean 'model'? Choose one of 'model', 'step'.",
+            "`fabric.save(..., filter=...)`: `state` has no key 'modle'."
+            " Did you mean 'model'? Choose one of 'model', 'step'.",
         ),
         (
             {"model": 3},
@@ -261,7 +262,7 @@ def test_dictionaries_of_other_types_become_plain_ones(tmp_path: Path) -> None:
 def test_what_could_not_be_loaded_is_not_saved(
     state: dict[str, Any], where: str, name: str, hint: str, alone: str, tmp_path: Path
 ) -> None:
-    where = where or 'state["d"] (the key PosixPath(\'x\'))'
+    where = where or "state[\"d\"] (the key PosixPath('x'))"
     text = (
         f"`fabric.save`: `{where}` is a `{name}`, which `fabric.load` refuses by default, since unpickling it could run"
         f" code. Save plain values in its place{hint}, give it `state_dict` and `load_state_dict`, or allow it in both"

@@ -266,8 +266,8 @@ def test_resume_in_the_middle_of_an_order_that_is_not_known() -> None:
         RuntimeError,
         match="^"
         + re.escape(
-            "The loader was saved after 2 batches of epoch 1, and it was set up with `use_distributed_sampler=False`: its"
-            " order (by `RandomSampler`) can't be drawn again. Give its sampler a `set_epoch`, or let"
+            "The loader was saved after 2 batches of epoch 1, and it was set up with `use_distributed_sampler=False`:"
+            " its order (by `RandomSampler`) can't be drawn again. Give its sampler a `set_epoch`, or let"
             " `setup_dataloaders` shard it."
         )
         + "$",
@@ -288,9 +288,9 @@ def test_resume_in_the_middle_of_a_stream() -> None:
         RuntimeError,
         match="^"
         + re.escape(
-            "The loader was saved after 2 batches of epoch 1, and its data set is an `IterableDataset` (`Stream`), which has"
-            " no position to go to. Save at the end of an epoch, or leave the loader out of the state and skip the batches"
-            " yourself."
+            "The loader was saved after 2 batches of epoch 1, and its data set is an `IterableDataset` (`Stream`),"
+            " which has no position to go to. Save at the end of an epoch, or leave the loader out of the state and skip the"
+            " batches yourself."
         )
         + "$",
     ):

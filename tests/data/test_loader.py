@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from fabric.data import _FabricDataLoader, shard_dataloader
-from tests.data.test_sharding import Numbers, batches, wrap
+from tests.data.test_sharding import Numbers, batches, flat, wrap
 
 
 class Custom(DataLoader[int]):
@@ -74,12 +74,12 @@ def test_attributes_are_set_and_deleted_on_what_is_iterated() -> None:
     assert not hasattr(loader, "extra")
     loader.collate_fn = lambda items: torch.tensor(items) * 2
     assert batches(loader)[:2] == [[100], [102]]
-    with pytest.raises(ValueError, match="^sampler attribute should not be set after Custom is initialized$"):
+    with pytest.raises(ValueError, match=r"^sampler attribute should not be set after Custom is initialized$"):
         loader.sampler = None
 
 
 def test_an_error_inside_a_property_is_the_one_that_is_seen() -> None:
-    with pytest.raises(AttributeError, match="^inside the property$"):
+    with pytest.raises(AttributeError, match=r"^inside the property$"):
         _ = wrap(Custom("a")).broken
 
 
@@ -113,7 +113,7 @@ def test_workers_end_with_the_iteration(persistent: bool) -> None:
     loader = wrap(DataLoader(Numbers(20), batch_size=2, num_workers=1, persistent_workers=persistent, shuffle=True))
     for _ in loader:
         break
-    assert sorted(sum(batches(loader), [])) == list(range(20))
+    assert sorted(flat(batches(loader))) == list(range(20))
     del loader
     gc.collect()  # the fixture that watches for processes says whether they are gone
 

@@ -74,6 +74,10 @@ def batches(loader: Any) -> list[list[int]]:
     return [batch.tolist() for batch in loader]
 
 
+def flat(lists: list[list[int]]) -> list[int]:
+    return [index for each in lists for index in each]
+
+
 def over_ranks(make: Any, n: int, epochs: int = 1) -> list[list[list[int]]]:
     """The batches of each rank in the last epoch, each rank with other random numbers behind it."""
     result = []
@@ -123,7 +127,7 @@ def test_a_global_batch_holds_the_same_samples_for_every_number_of_ranks(name: s
 
 def test_a_shuffled_epoch_holds_each_sample_once_and_every_epoch_has_another_order() -> None:
     loader = wrap(DataLoader(Numbers(), batch_size=5, shuffle=True))
-    epochs = [sum(batches(loader), []) for _ in range(3)]
+    epochs = [flat(batches(loader)) for _ in range(3)]
     assert all(sorted(epoch) == list(range(20)) for epoch in epochs)
     assert len({tuple(epoch) for epoch in epochs}) == 3
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _MARK = "FABRIC_TEST_JOB"
+_START = 180.0
 _BOUND = 30.0
 _CLUSTER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "FABRIC_GRACE")
 
@@ -23,11 +24,11 @@ class Job:
         words: The command.
         folder: Its directory; `said` reads the files that its ranks leave there.
         environ: Variables beyond this process's own.
-        bound: Seconds after which it counts as hanging.
+        bound: Seconds that a busy machine may take to start it.
     """
 
     def __init__(
-        self, *words: str, folder: Path, environ: dict[str, str] | None = None, bound: float = _BOUND
+        self, *words: str, folder: Path, environ: dict[str, str] | None = None, bound: float = _START
     ) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
@@ -55,7 +56,8 @@ class Job:
         os.killpg(self.process.pid, signum)
 
     def wait(self) -> int:
-        """The exit code, once no process of the job is left."""
+        """The exit code, once no process of the job is left, which must be soon."""
+        self._end = time.monotonic() + _BOUND
         try:
             self.until(lambda: self.process.poll() is not None, "the command to end")
             self.until(lambda: not self.living(), "all processes of the job to end")

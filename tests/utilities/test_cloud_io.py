@@ -34,8 +34,8 @@ def test_local_paths(path: str, local: str | None) -> None:
 def test_an_unknown_protocol_says_so() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^`fancy://x` has a protocol that fsspec does not know \(Protocol not known: fancy\)\. Write a local path,"
-        r" or a URL of a file system whose package is installed\.$",
+        match=r"^`fancy://x` has a protocol that fsspec does not know \(Protocol not known: fancy\)\."
+        r" Write a local path, or a URL of a file system whose package is installed\.$",
     ):
         get_filesystem("fancy://x")
 

@@ -44,7 +44,7 @@ def test_attribute_dict() -> None:
     del state.model
     assert repr(state) == "AttributeDict({'step': 2})"
     assert copy.deepcopy(state) == pickle.loads(pickle.dumps(state)) == {"step": 2}
-    with pytest.raises(AttributeError, match="^`AttributeDict` has no key `model`.$"):
+    with pytest.raises(AttributeError, match=r"^`AttributeDict` has no key `model`\.$"):
         _ = state.model
-    with pytest.raises(AttributeError, match="^`AttributeDict` has no key `model`.$"):
+    with pytest.raises(AttributeError, match=r"^`AttributeDict` has no key `model`\.$"):
         del state.model

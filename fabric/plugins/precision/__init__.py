@@ -54,5 +54,14 @@ def canonical_precision(precision: str | int) -> str:
 
 
 def create_precision(name: str, device_type: str) -> Precision:
-    """Make the precision of this (full) name for tensors on `device_type`."""
+    """Make the precision of this (full) name for tensors on `device_type`.
+
+    Raises:
+        ValueError: If that kind of device can't compute in it.
+    """
+    if name == "64-true" and device_type == "mps":
+        raise ValueError(
+            "`precision='64-true'` can't run on MPS, which has no float64."
+            " Choose '32-true', or `Fabric(accelerator='cpu')`."
+        )
     return PRECISIONS[name](device_type)

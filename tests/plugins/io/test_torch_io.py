@@ -90,8 +90,8 @@ def test_a_refused_object_is_named(content: Any, key: str, name: str, alone: str
     path = f"{prefix}{tmp_path}/a.pt"
     io.save_checkpoint(content, path)
     text = (
-        f"`{path}` holds an object under `{key}` that needs `{name}`, and that is not loaded by default, since unpickling"
-        " it can run code. If you trust the file, pass `weights_only=False`, or allow the type alone with"
+        f"`{path}` holds an object under `{key}` that needs `{name}`, and that is not loaded by default, since"
+        " unpickling it can run code. If you trust the file, pass `weights_only=False`, or allow the type alone with"
         f" `torch.serialization.add_safe_globals([{alone}])`."
     )
     with pytest.raises(pickle.UnpicklingError, match=f"^{re.escape(text)}$"):
@@ -166,5 +166,5 @@ def test_reading_what_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_plugin_of_the_users_needs_three_methods() -> None:
-    with pytest.raises(TypeError, match="load_checkpoint.*remove_checkpoint.*save_checkpoint"):
+    with pytest.raises(TypeError, match=r"load_checkpoint.*remove_checkpoint.*save_checkpoint"):
         CheckpointIO()  # type: ignore[abstract]

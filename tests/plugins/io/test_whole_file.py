@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 import os
 import re
+import resource
 import stat
 import subprocess
 import sys
@@ -17,18 +18,23 @@ from fabric.plugins.io.whole_file import replacing_file
 io = TorchCheckpointIO()
 
 
-class Stopped(Exception):
+class StoppedError(Exception):
     pass
+
+
+def _stop_while_writing(path: str) -> None:
+    with replacing_file(path, {}) as file:
+        file.write(b"half")
+        assert io.load_checkpoint(path) == {"step": 1}
+        raise StoppedError
 
 
 @pytest.mark.parametrize("prefix", ["", "memory://"])
 def test_the_old_file_stays_when_writing_fails(prefix: str, tmp_path: Path) -> None:
     path = f"{prefix}{tmp_path}/a.pt"
     io.save_checkpoint({"step": 1}, path)
-    with pytest.raises(Stopped), replacing_file(path, {}) as file:
-        file.write(b"half")
-        assert io.load_checkpoint(path) == {"step": 1}
-        raise Stopped
+    with pytest.raises(StoppedError):
+        _stop_while_writing(path)
     assert io.load_checkpoint(path) == {"step": 1}
     filesystem = fsspec.core.url_to_fs(path)[0]
     assert [Path(name).name for name in filesystem.ls(str(tmp_path), detail=False)] == ["a.pt"]
@@ -120,6 +126,20 @@ def test_a_full_disk_is_named() -> None:
     with pytest.raises(OSError, match=r"^\[Errno 28\] No space left on device: '/dev/full'$"):
         io.save_checkpoint({"w": torch.zeros(100_000)}, "/dev/full")
     assert stat.S_ISCHR(os.stat("/dev/full").st_mode)
+
+
+def test_a_disk_that_fills_up_keeps_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    io.save_checkpoint({"step": 1}, path)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"^{re.escape(f'[Errno 27] File too large: {str(path)!r}')}$"):
+            io.save_checkpoint({"w": torch.zeros(100_000)}, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert io.load_checkpoint(path) == {"step": 1}
+    assert os.listdir(tmp_path) == ["a.pt"]
 
 
 def test_places_that_can_not_be_written(tmp_path: Path) -> None:
