@@ -131,6 +131,7 @@ class RankContext:
         import torch.distributed as dist
 
         dist.init_process_group(backend, store=self.create_store(), rank=self.rank, world_size=self.world_size)
+        dist.barrier()  # a rank that left at once would break the connections that the others still make
 
 
 # --------------------------------------------------------------------------------------------------------------------

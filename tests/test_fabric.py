@@ -506,6 +506,39 @@ def test_one_loss_scaler_serves_two_optimizers():
     assert scaler.get_scale() == 8.0
 
 
+@pytest.mark.parametrize("overflow", [False, True])
+@pytest.mark.parametrize("clip_the_next", [False, True])
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_a_step_given_up_after_clipping_leaves_the_next_one_whole(overflow, clip_the_next, set_to_none):
+    """The classic `if norm > limit: optimizer.zero_grad(); continue`, under a loss scaler."""
+    fabric = one(plugins=MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0)))
+    net = nn.Linear(1, 1, bias=False)
+    model, optimizer = fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    before = net.weight.item()
+    fabric.backward(model(torch.ones(1, 1)).sum() * (1e8 if overflow else 1))
+    fabric.clip_gradients(model, optimizer, max_norm=10.0)
+    optimizer.zero_grad(set_to_none=set_to_none)
+    fabric.backward(model(torch.ones(1, 1)).sum())
+    if clip_the_next:
+        assert fabric.clip_gradients(model, optimizer, max_norm=10.0).item() == 1.0
+    optimizer.step()
+    assert net.weight.item() == pytest.approx(before - 1.0)
+    assert fabric.precision.state_dict()["scale"] == (32.0 if overflow else 64.0)
+
+
+def test_clipping_one_optimizer_before_the_backward_of_another():
+    fabric = one(plugins=MixedPrecision("16-mixed", "cpu", scaler=torch.amp.GradScaler("cpu", init_scale=64.0)))
+    nets = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    before = [net.weight.item() for net in nets]
+    pairs = [fabric.setup(net, torch.optim.SGD(net.parameters(), lr=1.0)) for net in nets]
+    for model, optimizer in pairs:
+        fabric.backward(model(torch.ones(1, 1)).sum())
+        assert fabric.clip_gradients(model, optimizer, max_norm=10.0).item() == 1.0
+    for _, optimizer in pairs:
+        optimizer.step()
+    assert [net.weight.item() for net in nets] == pytest.approx([b - 1.0 for b in before])
+
+
 # --------------------------------------------------------------------------------------------------------------------
 # Observe
 # --------------------------------------------------------------------------------------------------------------------

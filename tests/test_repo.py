@@ -17,7 +17,7 @@ import fabric
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "fabric"
-MODULES = sorted(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "fabric."))
+MODULES = sorted(m.name for m in pkgutil.walk_packages([str(PACKAGE)], "fabric.") if not m.name.endswith("__main__"))
 PACKAGES = sorted(path.parent for path in PACKAGE.rglob("__init__.py"))
 MARKDOWN = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")])
 SOURCES = sorted(

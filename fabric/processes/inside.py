@@ -35,6 +35,9 @@ class OtherMachines(Protocol):
     def settle(self, failure: Failure) -> Failure:
         """Tell them of a failure; returns the one that counts for the whole job."""
 
+    def close(self) -> None:
+        """The job has ended, well or not."""
+
 
 class InsideSupervisor(Supervisor):
     """Supervises from a thread of rank 0's process.
@@ -231,6 +234,8 @@ class InsideSupervisor(Supervisor):
             self._finish()
         self._unwound.set()
         self.uninstall()
+        if self._machines is not None:
+            self._machines.close()
         if self._failure is not None or any(ended.code for ended in self.ended):
             show(self._report())
         self.records.remove()

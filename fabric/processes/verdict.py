@@ -38,7 +38,7 @@ class Failure:
     Args:
         rank: Global rank.
         host: Its machine.
-        pid: Its process.
+        pid: Its process; 0 where that is not known.
         code: What the job exits with: the rank's exit code, 128 + n for signal n.
         how: How it ended, for people: `exit code 17`, `SIGKILL (signal 9)`.
         traceback: Its traceback, empty where it left none.
@@ -55,7 +55,7 @@ class Failure:
 
     def report(self) -> str:
         """The text that stands last on the screen."""
-        who = f"rank {self.rank} on host `{self.host}` (pid {self.pid})"
+        who = f"rank {self.rank} on host `{self.host}`" + (f" (pid {self.pid})" if self.pid else "")
         trace = f"\nfabric: the traceback of {self.traceback_of or who}:\n\n{self.traceback.rstrip()}\n"
         return (trace if self.traceback else "") + f"\nfabric: {who} failed first: {self.how}. All ranks have ended.\n"
 

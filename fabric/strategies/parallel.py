@@ -102,6 +102,8 @@ class ParallelStrategy(Strategy, ABC):
             timeout=self.timeout,
             device_id=device if self.process_group_backend == "nccl" else None,
         )
+        if self.process_group_backend == "gloo":
+            dist.barrier()  # a rank that left at once would break the connections that the others still make
         self._owns_group = True
 
     def _validate_existing_group(self) -> None:

@@ -41,7 +41,7 @@ def _unwrap_objects(collection: Any) -> Any:
 
 
 def _copy_plain_values(unwrapped: Any, collection: Any) -> Any:
-    """Put what was restored into the containers that `_unwrap_objects` copied back into the user's own; returns those."""
+    """Put what was restored into copies by `_unwrap_objects` into the user's own containers, and return those."""
     if isinstance(unwrapped, dict) and isinstance(collection, dict):
         for key, value in unwrapped.items():
             collection[key] = _copy_plain_values(value, collection.get(key))

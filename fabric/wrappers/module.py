@@ -95,12 +95,19 @@ class _FabricModule(Module):
 
         Raises:
             AttributeError: If the module has no such method.
+            TypeError: If it is a generator, which runs only after the call has returned.
         """
         name = method if isinstance(method, str) else method.__name__
-        if not callable(getattr(self.module, name, None)):
+        found = getattr(self.module, name, None)
+        if not callable(found):
             raise AttributeError(
                 f"`mark_forward_method({name!r})`: `{type(self.module).__name__}` has no method `{name}`."
                 " Pass the name of one of its methods."
+            )
+        if inspect.isgeneratorfunction(found):
+            raise TypeError(
+                f"`mark_forward_method({name!r})`: `{type(self.module).__name__}.{name}` is a generator, which runs"
+                " only after the call has returned. Mark the method that computes one item, and call that in a loop."
             )
         self._marked.add(name)
 
@@ -114,7 +121,8 @@ class _FabricModule(Module):
                 " `setup_module` wrapped the module itself. Let it wrap `fabric.strategies.entry._Entry(module)`."
             )
         call = partial(self._forward_module, name) if self._wrapped else method
-        return call if self._plain else partial(self._run_converted, call)
+        through = call if self._plain else partial(self._run_converted, call)
+        return through if through is method else wraps(method)(through)
 
     def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """An unmarked method, which must not run submodules past the strategy."""
@@ -126,7 +134,14 @@ class _FabricModule(Module):
             with _refuse_forward(self.module, name):
                 return method(*args, **kwargs)
 
-        return call
+        @wraps(method)
+        def items(*args: Any, **kwargs: Any) -> Iterator[Any]:
+            iterator = method(*args, **kwargs)
+            while (item := step(iterator, _END)) is not _END:
+                yield item
+
+        step = self._guarded(name, next) if inspect.isgeneratorfunction(method) else next
+        return items if inspect.isgeneratorfunction(method) else call
 
     # attributes
 
@@ -214,6 +229,9 @@ def _delegate(name: str) -> Callable[..., Any]:
 
 for _name in _DELEGATED:
     setattr(_FabricModule, _name, _delegate(_name))
+
+
+_END = object()  # what a generator that is through gives
 
 
 def _itself(module: Module) -> Module:

@@ -289,8 +289,8 @@ def test_resume_in_the_middle_of_a_stream() -> None:
         match="^"
         + re.escape(
             "The loader was saved after 2 batches of epoch 1, and its data set is an `IterableDataset` (`Stream`),"
-            " which has no position to go to. Save at the end of an epoch, or leave the loader out of the state and skip the"
-            " batches yourself."
+            " which has no position to go to. Save at the end of an epoch, or leave the loader out of the state and"
+            " skip the batches yourself."
         )
         + "$",
     ):

@@ -87,6 +87,13 @@ class Child(Net):
         return {**super().state_dict(*args, **kwargs), "extra": 1}
 
 
+class Generating(nn.Linear):
+    def generate(self, x):
+        yield "first"
+        yield self(x)
+        yield "last"
+
+
 @pytest.fixture
 def net():
     torch.manual_seed(0)
@@ -556,6 +563,32 @@ class TestMarkedMethods:
         assert model.tell()[0] is False
         model.mark_forward_method("tell")
         assert model.tell() == (True, torch.float16)
+
+    def test_a_marked_method_can_be_marked_again_and_keeps_its_name(self, recorded):
+        _, _, model = recorded
+        model.mark_forward_method(model.training_step)
+        assert model.training_step.__name__ == "training_step"
+
+    def test_a_generator_cannot_be_marked(self):
+        model = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed").setup(Generating(2, 2))
+        with pytest.raises(TypeError) as caught:
+            model.mark_forward_method("generate")
+        assert str(caught.value) == (
+            "`mark_forward_method('generate')`: `Generating.generate` is a generator, which runs only after the call"
+            " has returned. Mark the method that computes one item, and call that in a loop."
+        )
+
+    def test_an_unmarked_generator_that_reaches_a_submodule_raises_when_it_does(self):
+        net = Generating(2, 2)
+        model = Fabric(accelerator="cpu", devices=1, precision="bf16-mixed").setup(net)
+        items = model.generate(torch.ones(1, 2))
+        assert next(items) == "first"
+        assert model(torch.ones(1, 2)).shape == (1, 2)  # between two items nothing is refused
+        with pytest.raises(RuntimeError, match=r"^`Generating\.generate\(\)` reached the forward of `Generating` past"):
+            next(items)
+        assert not net._forward_pre_hooks
+        plain = Fabric(accelerator="cpu", devices=1).setup(Generating(2, 2))
+        assert len(list(plain.generate(torch.ones(1, 2)))) == 3
 
     def test_a_method_set_on_the_instance_after_setup_is_found(self, recorded):
         precision, _, model = recorded

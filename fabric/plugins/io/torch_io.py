@@ -31,7 +31,7 @@ class TorchCheckpointIO(CheckpointIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         with replacing_file(path, storage_options or {}) as file:
-            torch.save(checkpoint, file)
+            _save(checkpoint, file)
 
     @override
     def load_checkpoint(self, path: PathLike, map_location: Any = None, weights_only: bool = True) -> Any:
@@ -52,6 +52,16 @@ class TorchCheckpointIO(CheckpointIO):
                 return
             filesystem, inner = split_url(path)
             filesystem.rm(inner)
+
+
+def _save(checkpoint: dict[str, Any], file: Any) -> None:
+    try:
+        torch.save(checkpoint, file)
+    except RuntimeError as error:
+        # After a failed write PyTorch still wants to close the archive, and complains that something is missing in it.
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
 
 
 def _load(source: Any, path: PathLike, map_location: Any, weights_only: bool) -> Any:

@@ -49,7 +49,7 @@ class MixedPrecision(Precision):
         self.dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[precision]
         self._given_scaler = scaler
         self._stepped = False  # an optimizer stepped since the last update of the scale
-        self._unscaled: set[int] = set()  # ids of the optimizers unscaled since then
+        self._unscaled: dict[int, Optimizer] = {}  # the optimizers unscaled since then, by id
 
     @cached_property
     def scaler(self) -> GradScaler | None:
@@ -94,7 +94,7 @@ class MixedPrecision(Precision):
     def unscale_gradients(self, optimizer: Optimizer) -> None:
         if self.scaler is not None and id(optimizer) not in self._unscaled:
             self.scaler.unscale_(optimizer)
-            self._unscaled.add(id(optimizer))
+            self._unscaled[id(optimizer)] = optimizer
 
     @override
     def state_dict(self) -> dict[str, Any]:
@@ -111,7 +111,17 @@ class MixedPrecision(Precision):
             self._unscaled.clear()
 
     def _update_scale(self) -> None:
-        if self._stepped and self.scaler is not None:
+        """End the round of steps before, if there was one."""
+        if self.scaler is not None and (self._stepped or self._gave_up()):
             self.scaler.update()
             self._stepped = False
             self._unscaled.clear()
+
+    def _gave_up(self) -> bool:
+        """Whether gradients were unscaled, and reset without a step."""
+        return bool(self._unscaled) and not any(map(_has_gradients, self._unscaled.values()))
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)

@@ -4,6 +4,7 @@
 import json
 import socket
 import threading
+import time
 from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
@@ -53,6 +54,7 @@ class Machines:
         self._num_nodes = num_nodes
         self._mailbox = mailbox
         self._leaving = False
+        self._lost_store = False
         self._thread = threading.Thread(target=self._wait, name="fabric-machines", daemon=True)
 
     @classmethod
@@ -82,15 +84,29 @@ class Machines:
 
     def settle(self, failure: Failure) -> Failure:
         """Tell the others of a failure of this machine's. The first one that was told counts for the whole job."""
+        if self._lost_store:
+            return failure
         try:
-            store = _connect(self._address, self._port, _SOON if self._node_rank else _AT_ONCE)
+            store = _connect(self._address, self._port, _AT_ONCE if self._node_rank == 0 else _SOON)
             first = _announce(store, failure, self._num_nodes)
             store.set(_heard_key(self._node_rank), "")
-            if self._node_rank == 0:  # the store ends with this machine
-                store.wait([_heard_key(node_rank) for node_rank in range(self._num_nodes)], _AT_ONCE)
+            if self._node_rank == 0:
+                self._wait_until_heard(store)
         except RuntimeError:
             return failure
         return first
+
+    def close(self) -> None:
+        """Let the waiting thread end, which it does at any end of the job; Python must not end while it is in C++."""
+        self._thread.join(1.0)
+
+    def _wait_until_heard(self, store: TCPStore) -> None:
+        """The store ends with this machine: give the others a second to read what is in it."""
+        end = time.monotonic() + 1.0
+        while not store.check([_heard_key(node_rank) for node_rank in range(self._num_nodes)]):
+            if time.monotonic() > end:
+                return
+            time.sleep(0.02)
 
     def _wait(self) -> None:
         try:
@@ -98,18 +114,19 @@ class Machines:
             store.wait([_end_key(self._node_rank)], _FOR_EVER)
             content = store.get(_end_key(self._node_rank))
         except RuntimeError:
-            self._mailbox.put(Elsewhere() if self._leaving else Remote(self._lost_store()))
+            self._lost_store = True
+            self._mailbox.put(Elsewhere() if self._leaving else Remote(self._failure_of_host()))
             return
         self._mailbox.put(Elsewhere() if content.decode() == _WELL else Remote(_read(content)))
 
-    def _lost_store(self) -> Failure:
+    def _failure_of_host(self) -> Failure:
         how = "its store does not answer any more, so that machine or its rank 0 is gone"
         return Failure(0, self._address, 0, 1, how)
 
 
 def announce_lost_machine(token: LaunchToken) -> None:
     """In a rank whose launcher is gone: tell the other machines, where there are any."""
-    if token.world_size == token.local_world_size or not token.store_port:
+    if token.world_size == token.local_world_size or token.node_rank == 0:  # there, the store is gone as well
         return
     rank = token.rank - token.local_rank
     failure = Failure(rank, socket.gethostname(), token.launcher_pid, 1, "its process is gone")
