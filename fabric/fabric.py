@@ -265,7 +265,8 @@ class Fabric:
         self._require_launch("setup")
         validation._validate_module(module)
         validation._validate_optimizers(optimizers)
-        module, compile_again = _unwrap_compiled(module) if _reapply_compile else (module, None)
+        plain, compile_again = _unwrap_compiled(module) if _reapply_compile else (module, None)
+        module = module if compile_again is None else plain
         with self._strategy.parameters.follow(module):
             module = self._precision.convert_module(module)
             if move_to_device:

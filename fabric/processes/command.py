@@ -24,8 +24,9 @@ def _current_directory() -> str:
         return os.path.sep
 
 
-# Read as early as we can: the script may change the directory before it launches (Hydra does).
+# Read as early as we can: the script may change them before it launches (Hydra changes the directory).
 _START_DIRECTORY = _current_directory()
+_START_SCRIPT = sys.argv[0] if getattr(sys, "argv", None) else ""
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Program:
     Args:
         executable: `sys.executable`.
         original: `sys.orig_argv`, the words of the whole command as they were at start.
-        script: `sys.argv[0]`.
+        script: `sys.argv[0]` at the start.
         file: `__main__.__file__`.
         module: `__main__.__spec__.name`.
         directory: The directory at start, as far as we know it.
@@ -64,7 +65,7 @@ class Program:
         return cls(
             executable=sys.executable or "",
             original=tuple(getattr(sys, "orig_argv", ())),
-            script=sys.argv[0] if sys.argv else "",
+            script=_START_SCRIPT,
             file=getattr(main, "__file__", None),
             module=spec.name if spec is not None else None,
             directory=_START_DIRECTORY,

@@ -16,7 +16,7 @@ from typing import Protocol
 from fabric.processes.child import Child
 from fabric.processes.forks import in_forked_children
 from fabric.processes.mailbox import Closing, Mailbox, Reported
-from fabric.processes.main_thread import ASKING, MainThread, RankFailed, interrupt_is_for_debugger, interrupt_raises
+from fabric.processes.main_thread import ASKING, MainThread, RankFailed, interrupt_is_for_debugger
 from fabric.processes.record import Record, Records
 from fabric.processes.screen import error_stream, show
 from fabric.processes.supervisor import FAILURE_GRACE, INTERRUPT_GRACE, Supervisor
@@ -74,7 +74,8 @@ class InsideSupervisor(Supervisor):
         self._has_left = False
         self._main = MainThread(mailbox.writer, ending="unwind")
         self._thread = threading.Thread(target=self._supervise, name="fabric-supervisor", daemon=True)
-        self._answer = threading.Event()
+        self._interrupted_at = 0.0
+        self._has_unwound = False  # by KeyboardInterrupt
         self._decided = threading.Event()  # nothing of this machine's other ranks is left; `_failure` is known
         self._unwound = threading.Event()  # rank 0's script, and what it registered with `atexit`, are done
         self._failure: Failure | None = None
@@ -119,19 +120,18 @@ class InsideSupervisor(Supervisor):
             self.forced = True
         elif signum == signal.SIGINT and not interrupt_is_for_debugger():
             self.ask_to_end(signum)
-            if interrupt_raises():
-                self._answer = self._main.ask()
-                self.check_at = time.monotonic() + INTERRUPT_GRACE
+            self._interrupted_at = time.monotonic()
+            self.check_at = self._interrupted_at + INTERRUPT_GRACE
 
     def _on_report(self, what: int) -> None:
         if what == signal.SIGINT:  # KeyboardInterrupt has left rank 0's script
             self.ask_to_end(what)
-            self._answer = threading.Event()
+            self._has_unwound = True
             self.check_at = time.monotonic() + FAILURE_GRACE
 
     def _on_check(self) -> None:
-        # Not answered: the main thread is in a collective that only the end of the others ends.
-        self.forced = not self._answer.is_set()
+        # Where the main thread is in a collective, only the end of the others ends it.
+        self.forced = self._has_unwound or self._main.ignores_interrupt(self._interrupted_at)
 
     def _ended_here(self) -> bool:
         if not self.other_machines or self._machines is None or self._ended_by_signal():
@@ -168,7 +168,7 @@ class InsideSupervisor(Supervisor):
     def _end_script(self) -> None:
         """Let rank 0's script unwind; where it does not within the grace time, end the process."""
         code = self._failure.code if self._failure is not None else 128 + self.asked
-        if not (self.forced and interrupt_raises()):  # there, KeyboardInterrupt is on its way
+        if not self._main.ignores_interrupt(self._interrupted_at):  # else KeyboardInterrupt is on its way
             self._raised = RankFailed(self._report(), code)
             self._main.raise_error(self._raised)
         if not self._unwound.wait(FAILURE_GRACE):
@@ -221,7 +221,7 @@ class InsideSupervisor(Supervisor):
 
     def _wait_decided(self) -> None:
         while not self._decided.is_set():
-            with contextlib.suppress(KeyboardInterrupt):  # the supervising thread has it too
+            with contextlib.suppress(KeyboardInterrupt):  # of a handler of the user's
                 self._decided.wait()
 
     def _at_exit(self) -> None:

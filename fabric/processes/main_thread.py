@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, Literal
@@ -13,6 +14,10 @@ from typing import Any, Literal
 # Nobody else uses it, and a process without our handler ignores it.
 _WAKE = getattr(signal, "SIGURG", 0)
 ASKING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+# Seconds between a signal and what it does, at most, where nothing holds it up.
+_CLOSE = 0.5
 
 
 class RankFailed(SystemExit):
@@ -44,7 +49,8 @@ class MainThread:
         writer: Write end of the pipe, which does not block.
         ending: What signals that ask a process to end do here. "unwind": SIGTERM and SIGHUP, where the user has no
             handler for them, raise `SystemExit` in the main thread, so that `finally` and `atexit` run. "only_tell":
-            they and SIGINT are only written to the pipe. "default": what they do anyway.
+            they and SIGINT are only written to the pipe. "default": what they do anyway. Unless it is only told, SIGINT
+            still raises `KeyboardInterrupt`; the handler also notes that it was called.
     """
 
     def __init__(self, writer: int, *, ending: Literal["unwind", "only_tell", "default"]) -> None:
@@ -53,7 +59,7 @@ class MainThread:
         self._handlers: dict[int, Any] = {}
         self._old_writer = -1
         self._error: BaseException | None = None
-        self._answer = threading.Event()
+        self._interrupted_at = 0.0
         self.installed = False
         self.quiet = False
         self.unwound = False  # by SIGTERM or SIGHUP
@@ -66,7 +72,9 @@ class MainThread:
         self._handle(_WAKE, self._on_wake)
         for signum in ASKING:
             before = signal.getsignal(signum)
-            if self._ending == "unwind" and before is signal.SIG_DFL:
+            if self._ending != "only_tell" and before is signal.default_int_handler:
+                self._handle(signum, self._on_interrupt)
+            elif self._ending == "unwind" and before is signal.SIG_DFL:
                 self._handle(signum, self._on_end)
             elif self._ending == "only_tell" and before not in (signal.SIG_IGN, None):
                 self._handle(signum, self._on_told)
@@ -89,11 +97,13 @@ class MainThread:
         self._error = error
         self._wake()
 
-    def ask(self) -> threading.Event:
-        """An event that is set as soon as the main thread runs Python code."""
-        self._answer = threading.Event()
-        self._wake()
-        return self._answer
+    def ignores_interrupt(self, since: float) -> bool:
+        """Whether Ctrl-C, which came at `since`, has not reached the main thread: it is in a call that does not return.
+
+        A handler of the user's counts as an answer.
+        """
+        handler = signal.getsignal(signal.SIGINT)
+        return handler == self._on_interrupt and self._interrupted_at < since - _CLOSE
 
     def forward(self, signum: int) -> None:
         """Hand a signal on to whoever watched the signals before us."""
@@ -109,10 +119,14 @@ class MainThread:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
     def _on_wake(self, signum: int, frame: FrameType | None) -> None:
-        self._answer.set()
         error, self._error = self._error, None
         if error is not None and not self.quiet:
             raise error
+
+    def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
+        self._interrupted_at = time.monotonic()
+        if not self.quiet:
+            signal.default_int_handler(signum, frame)
 
     def _on_end(self, signum: int, frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # again: an event loop may have taken the wake-up descriptor
@@ -128,11 +142,6 @@ class MainThread:
 def is_wake(signum: int) -> bool:
     """Whether a signal is only our own call to the main thread."""
     return bool(signum == _WAKE)
-
-
-def interrupt_raises() -> bool:
-    """Whether Ctrl-C is Python's own: it raises `KeyboardInterrupt`."""
-    return signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def interrupt_is_for_debugger() -> bool:

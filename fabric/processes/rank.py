@@ -21,7 +21,6 @@ from fabric.processes.main_thread import (
     MainThread,
     RankFailed,
     interrupt_is_for_debugger,
-    interrupt_raises,
     is_wake,
 )
 from fabric.processes.record import Record, Records
@@ -57,7 +56,7 @@ class Rank:
         self._main = MainThread(self._mailbox.writer, ending="unwind" if self._is_first else "default")
         self._thread = threading.Thread(target=self._watch, name="fabric-rank", daemon=True)
         self._check_at: float | None = None
-        self._answer = threading.Event()
+        self._interrupted_at = 0.0
         self._excepthook = sys.excepthook
         self._failed = False
         self._hooked = False
@@ -123,15 +122,15 @@ class Rank:
             self._tell_signal(IN_DEBUGGER)
             return
         self._tell_signal(signum)
-        if signum == signal.SIGINT and interrupt_raises():
-            self._answer = self._main.ask()
+        if signum == signal.SIGINT:
+            self._interrupted_at = time.monotonic()
             # The others end first, which may free the first rank from a collective.
             self._check_at = time.monotonic() + INTERRUPT_GRACE * (2 if self._is_first else 1)
 
     def _give_up_waiting(self) -> None:
         """Ctrl-C did not reach the script: the main thread is in a call that does not return."""
         self._check_at = None
-        if self._answer.is_set():
+        if not self._main.ignores_interrupt(self._interrupted_at):
             return
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         record = Record.of(KeyboardInterrupt(), rank=self._token.rank, signal=signal.SIGINT)

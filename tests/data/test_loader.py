@@ -2,7 +2,6 @@
 import copy
 import gc
 import pickle
-import time
 import weakref
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from fabric.data import _FabricDataLoader, shard_dataloader
+from fabric.data import _FabricDataLoader
 from tests.data.test_sharding import Numbers, batches, flat, wrap
 
 
@@ -116,22 +115,3 @@ def test_workers_end_with_the_iteration(persistent: bool) -> None:
     assert sorted(flat(batches(loader))) == list(range(20))
     del loader
     gc.collect()  # the fixture that watches for processes says whether they are gone
-
-
-def test_it_adds_at_most_a_few_microseconds_per_batch() -> None:
-    class Same(Numbers):
-        def __getitems__(self, indices: Any) -> Any:
-            return indices
-
-    plain = DataLoader(Same(2000), batch_size=1, collate_fn=lambda batch: batch)
-    wrapped = _FabricDataLoader(shard_dataloader(plain, num_replicas=1, rank=0, seed=0), move=None)
-
-    def seconds(loader: Any) -> float:
-        start = time.process_time()  # not the wall clock: other processes may take their share
-        for _ in loader:
-            pass
-        return time.process_time() - start
-
-    pairs = [(seconds(wrapped), seconds(plain)) for _ in range(15)]  # interleaved: the machine's speed changes
-    added = min(ours for ours, _ in pairs) - min(theirs for _, theirs in pairs)
-    assert added / 2000 < 5e-6

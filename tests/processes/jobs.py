@@ -27,9 +27,7 @@ class Job:
         bound: Seconds that a busy machine may take to start it.
     """
 
-    def __init__(
-        self, *words: str, folder: Path, environ: dict[str, str] | None = None, bound: float = _START
-    ) -> None:
+    def __init__(self, *words: str, folder: Path, environ: dict[str, str] | None = None, bound: float = _START) -> None:
         self.folder = folder
         self._mark = uuid.uuid4().hex
         self._end = time.monotonic() + bound

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rank 0 stays the user's process: its terminal, its debugger, its Ctrl-C."""
+
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes.jobs import script
+from tests.processes.test_supervision import ROOT, START
+
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="uses a pseudo-terminal")]
+
+
+class Terminal:
+    """A job in the foreground of a terminal of its own."""
+
+    def __init__(self, *words: str, folder: Path) -> None:
+        self.shown = b""
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.chdir(folder)
+            os.execve(words[0], words, {**os.environ, "PYTHONPATH": ROOT, "PYTHON_COLORS": "0", "TERM": "dumb"})
+
+    def type(self, text: str) -> None:
+        """What a person types; `\\x03` is Ctrl-C."""
+        os.write(self._fd, text.encode())
+
+    def read_until(self, text: str, bound: float = 30.0) -> str:
+        """What has been shown, once `text` is part of what is new."""
+        start, end = len(self.shown), time.monotonic() + bound
+        while text.encode() not in self.shown[start:]:
+            if not select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0]:
+                raise AssertionError(f"`{text}` is not shown:\n{self.shown.decode()}")
+            self._read()
+        return self.shown[start:].decode()
+
+    def wait(self) -> int:
+        """The exit code."""
+        while self._read():
+            pass
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def close(self) -> None:
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+        except (ProcessLookupError, ChildProcessError):
+            pass
+        os.close(self._fd)
+
+    def _read(self) -> bool:
+        try:
+            content = os.read(self._fd, 4096)
+        except OSError:  # the last process has closed it
+            return False
+        self.shown += content
+        return bool(content)
+
+
+TEXT = (
+    START
+    + """
+rank = launch()
+if rank == 0:
+    wait_for("ready-1")
+    breakpoint()
+    print("typed:", input(), flush=True)
+    say("go")
+    try:
+        time.sleep(30)
+    finally:
+        print("finally", flush=True)
+else:
+    breakpoint()  # goes on
+    say("ready-1")
+    wait_for("go")
+    time.sleep(30)
+"""
+)
+
+
+@pytest.fixture(params=["python", "pdb", "fabric run"])
+def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
+    path = script(tmp_path, TEXT)
+    words = {
+        "python": (sys.executable, path),
+        "pdb": (sys.executable, "-m", "pdb", "-c", "continue", path),
+        "fabric run": (sys.executable, "-m", "fabric.cli", "run", "--devices", "2", path),
+    }
+    terminal = Terminal(*words[request.param], folder=tmp_path)
+    yield terminal
+    terminal.close()
+
+
+def test_the_debugger_the_keyboard_and_ctrl_c(terminal: Terminal, request: pytest.FixtureRequest) -> None:
+    terminal.read_until("(Pdb) ")
+    terminal.type("p 6 * 7\n")
+    terminal.read_until("42")
+    terminal.type("\x03")  # clears the prompt, and ends nobody
+    terminal.read_until("(Pdb) ")
+    time.sleep(1.5)
+    terminal.type("p 6 * 9\n")
+    terminal.read_until("54")
+    terminal.type("continue\n")
+    terminal.type("hello\n")
+    terminal.read_until("typed: hello")
+    time.sleep(0.3)
+    if request.node.callspec.params["terminal"] == "pdb":
+        terminal.type("\x03")  # asks the debugger to stop
+        terminal.read_until("(Pdb) ")
+        terminal.type("p rank + 41\n")
+        terminal.read_until("41")
+        return
+    terminal.type("\x03")
+    terminal.read_until("finally")
+    assert terminal.wait() == 130
+    assert terminal.shown.decode().strip().endswith("got SIGINT (signal 2). All ranks have ended.")
+
+
+def test_the_starter_answers_where_rank_0_does_not(tmp_path: Path) -> None:
+    """SIGINT to `fabric run` alone, not to the terminal's group."""
+    path = script(tmp_path, START + "say(f'ready-{launch()}')\ntime.sleep(30)\n")
+    words = (sys.executable, "-m", "fabric.cli", "run", "--devices", "2", path)
+    with subprocess.Popen(words, cwd=tmp_path, env={**os.environ, "PYTHONPATH": ROOT}, stderr=subprocess.PIPE) as job:
+        while not all((tmp_path / f"ready-{rank}").exists() for rank in (0, 1)):
+            time.sleep(0.01)
+        job.send_signal(signal.SIGINT)
+        _, shown = job.communicate(timeout=30)
+    assert job.returncode == 130
+    assert shown.decode().strip().endswith("got SIGINT (signal 2). All ranks have ended.")
