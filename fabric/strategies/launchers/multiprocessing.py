@@ -238,6 +238,9 @@ def _run_rank(start_method: str, place: _Place, work: _Work, threads: int | None
     os.setsid()
     token = place.own_token(forked=start_method == "fork")
     place.close()
+    # As in a rank that is a program of its own, so that a second `Fabric` here finds its place. A fork server's ranks
+    # are not the launcher's own children.
+    os.environ.update(replace(token, launcher_pid=os.getppid()).to_environ())
     rank = StartedRank.begin(token)
     try:
         result = work.enter(LaunchedEnvironment(token), *work.args, **work.kwargs)
