@@ -20,10 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = """# What was measured
 
 {date}, on {machine}, with {versions}.
-Made by `python -m benchmarks --write benchmarks/RESULTS.md`, in an environment that has `lightning` and `accelerate` too.
+Made by `python -m benchmarks --write benchmarks/RESULTS.md`, where `lightning` and `accelerate` are installed too.
 
-Every figure is a ratio or a difference of paired samples: in each round all libraries run once, in a changing order, and
-the median over the rounds counts. Absolute times are there for scale only. "By hand" is the same job in plain PyTorch.
+Every figure is a ratio or a difference of paired samples: in each round all libraries run once, in a changing order,
+and the median over the rounds counts. Absolute times are there for scale only. "By hand" is the same job in plain
+PyTorch. The boundaries in brackets are 95% bootstrap intervals.
 Accelerate's checkpoint is a folder of several files that it does not flush to the disk; it is listed for completeness.
 
 {table}

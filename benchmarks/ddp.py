@@ -20,7 +20,7 @@ from benchmarks.libraries import quiet
 from benchmarks.report import INSTALLED, NAMES, Row, in_turn, interval, main, median_ratio, seconds
 
 RANKS = 2
-WIDTH, BATCH = 1536, 128
+WIDTH, BATCH = 1024, 128
 BOUND = 1.01
 ROUNDS = "BENCHMARK_ROUNDS"
 

@@ -40,7 +40,7 @@ def measure(quick: bool) -> list[Row]:
         for name, text in SCRIPTS.items():
             Path(directory, f"{name}_job.py").write_text("import torch\n" + text)
         actions = {way: partial(seconds, job) for way, job in _ways(Path(directory)).items()}
-        times = in_turn(actions, 1 if quick else 15)
+        times = in_turn(actions, 1 if quick else 9)
     return [_row(way, times) for way in times if way not in ("shell loop", "import torch")]
 
 

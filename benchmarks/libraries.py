@@ -80,7 +80,9 @@ def _lightning(precision: str, build: Callable[[], Any], loader: Any) -> Subject
 
 def _accelerate(precision: str, build: Callable[[], Any], loader: Any) -> Subject:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
+    AcceleratorState._reset_state(reset_partial_state=True)  # one process can't measure two precisions otherwise
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if precision == "bf16-mixed" else "no")
     loader = accelerator.prepare(loader) if loader else ()
     return Subject(*accelerator.prepare(*build()), accelerator.backward, _roots("accelerate"), loader)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time that each library adds to one batch of a `DataLoader` without workers, over iterating it directly."""
+"""CPU time that each library adds to one batch of a `DataLoader` without workers, over iterating it directly."""
 
 import functools
 import statistics
@@ -8,9 +8,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.libraries import Subject, quiet, subjects
-from benchmarks.report import NAMES, Row, in_turn, interval, main, median_difference, seconds
+from benchmarks.report import NAMES, Row, cpu_seconds, in_turn, interval, main, median_difference
 
-BATCHES = 500
+BATCHES = 200
 
 
 def measure(quick: bool) -> list[Row]:
@@ -18,7 +18,7 @@ def measure(quick: bool) -> list[Row]:
     data = TensorDataset(torch.randn(BATCHES * 8, 16), torch.randn(BATCHES * 8, 1))
     made = subjects("32-true", loader=DataLoader(data, batch_size=8))
     actions = {name: functools.partial(_microseconds, subject) for name, subject in made.items()}
-    times = in_turn(actions, 2 if quick else 30, warmup=1)
+    times = in_turn(actions, 3 if quick else 100, warmup=3)
     raw = statistics.median(times["raw"])
     rows = []
     for name, values in times.items():
@@ -26,7 +26,7 @@ def measure(quick: bool) -> list[Row]:
             continue
         extra = median_difference(values, times["raw"])
         low, high = interval(median_difference, values, times["raw"])
-        seen = f"+{extra:.1f} us ({low:.1f} to {high:.1f}) = +{extra / raw:.1%} of {raw:.0f} us"
+        seen = f"{extra:+.1f} us ({low:+.1f} to {high:+.1f}) = {extra / raw:+.1%} of {raw:.0f} us"
         rows.append(Row("one batch of 8 from a loader", NAMES[name], seen))
     return rows
 
@@ -36,7 +36,7 @@ def _microseconds(subject: Subject) -> float:
         for _ in subject.loader:
             pass
 
-    return seconds(epoch) / BATCHES * 1e6
+    return cpu_seconds(epoch) / BATCHES * 1e6
 
 
 if __name__ == "__main__":

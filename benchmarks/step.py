@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Time that each library adds to one training step of a tiny model in one process, over the loop by hand."""
+"""CPU time that each library adds to one training step of a tiny model in one process, over the loop by hand."""
 
 import functools
 import statistics
@@ -7,7 +7,7 @@ import statistics
 import torch
 
 from benchmarks.libraries import Subject, quiet, subjects
-from benchmarks.report import NAMES, Row, in_turn, interval, main, median_difference, seconds
+from benchmarks.report import NAMES, Row, cpu_seconds, in_turn, interval, main, median_difference
 
 X, Y = torch.randn(8, 16), torch.randn(8, 1)
 
@@ -27,23 +27,23 @@ def measure(quick: bool) -> list[Row]:
 
 
 def _measure(precision: str, quick: bool) -> list[Row]:
-    steps = 50 if quick else 200
+    steps = 50
     made = subjects(precision)
     actions = {name: functools.partial(_microseconds, subject, steps) for name, subject in made.items()}
-    times = in_turn(actions, 3 if quick else 60, warmup=2)
+    times = in_turn(actions, 5 if quick else 150, warmup=10)
     raw = statistics.median(times["raw"])
     added = {name: median_difference(values, times["raw"]) for name, values in times.items() if name != "raw"}
     rows = []
     for name, extra in added.items():
         low, high = interval(median_difference, times[name], times["raw"])
-        seen = f"+{extra:.1f} us ({low:.1f} to {high:.1f}) = +{extra / raw:.1%} of {raw:.0f} us"
+        seen = f"{extra:+.1f} us ({low:+.1f} to {high:+.1f}) = {extra / raw:+.1%} of {raw:.0f} us"
         bound = _bound(extra, raw, added) if (name, precision) == ("fabric", "32-true") else ("", None)
         rows.append(Row(f"one step of a tiny model, {precision}", NAMES[name], seen, *bound))
     return rows
 
 
 def _microseconds(subject: Subject, steps: int) -> float:
-    return seconds(lambda: train(subject, steps)) / steps * 1e6
+    return cpu_seconds(lambda: train(subject, steps)) / steps * 1e6
 
 
 def _bound(extra: float, raw: float, added: dict[str, float]) -> tuple[str, bool]:

@@ -26,7 +26,7 @@ from fabric.plugins.precision import Precision
 from fabric.run_override import launching
 from fabric.strategies import Strategy
 from fabric.strategies.launchers import create_launcher
-from fabric.strategies.strategy import ReduceOp
+from fabric.strategies.reduction import ReduceOp
 from fabric.strategies.turns import first_ranks_first
 from fabric.utilities.apply_func import convert_tensors_to_scalars
 from fabric.utilities.seed import collect_rng_states, seed_everything, set_rng_states

@@ -59,7 +59,7 @@ def test_gpt_killed_and_resumed_ends_with_the_very_same_weights(
 ) -> None:
     command = [sys.executable, "-u", GPT, *FLAGS]
     with subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

@@ -53,26 +53,15 @@ def count_cuda_devices(environ: Mapping[str, str]) -> int:
     """CUDA devices that this process sees, counted without creating a CUDA context, so that a later fork is clean.
 
     PyTorch counts through NVML and honours indices and UUIDs in `CUDA_VISIBLE_DEVICES`. NVML cannot count MIG
-    instances: PyTorch then asks the CUDA runtime, which spoils a fork. Each MIG id counts as one device here.
+    instances: PyTorch then asks the CUDA runtime, which spoils a fork. A process can use one MIG instance, the first
+    of the list (NVIDIA's MIG user guide, "CUDA device enumeration"), so MIG ids count as one device.
     """
     if not torch.backends.cuda.is_built():
         return 0
     visible = environ.get("CUDA_VISIBLE_DEVICES", "").strip()
     if visible.startswith("MIG-"):
-        return count_mig_ids(visible)
+        return 1
     return torch.cuda.device_count()
-
-
-def count_mig_ids(visible: str) -> int:
-    """MIG instances in `CUDA_VISIBLE_DEVICES`; as in CUDA, a foreign id ends the list and a repeated one empties it."""
-    found: list[str] = []
-    for name in (part.strip() for part in visible.split(",")):
-        if not name.startswith("MIG-"):
-            break
-        if name in found:
-            return 0
-        found.append(name)
-    return len(found)
 
 
 def count_mps_devices() -> int:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 
 from fabric.checkpoint.access import StateAccess
 from fabric.checkpoint.differences import Differences
-from fabric.checkpoint.tree import at, holds_stateful, is_stateful, rebuilt
-from fabric.utilities.parameter_names import plain_name, rename_to_match
+from fabric.checkpoint.tree import at, holds_stateful, is_stateful
+from fabric.utilities.parameter_names import under_own_names
 from fabric.utilities.types import PathLike
 
 
@@ -102,7 +102,7 @@ class Matching:
 
     def _match_module(self, module: Module, value: Mapping[str, Any], where: str) -> None:
         expected = module.state_dict()
-        state_dict = _under_own_names(value, expected, module)
+        state_dict = under_own_names(value, module)
         owners = _custom_loaders(module)
         names = {n for n in state_dict.keys() | expected.keys() if not any(n.startswith(owner) for owner in owners)}
         if self._strict:
@@ -156,14 +156,6 @@ def _beside(old: Any, new: Any) -> Any:
 @torch.no_grad()
 def _copy(target: Parameter, value: Tensor) -> None:
     target.copy_(value)
-
-
-def _under_own_names(value: Mapping[str, Any], expected: Mapping[str, Any], module: Module) -> Mapping[str, Any]:
-    """The file's entries under the module's own names, which wrappers such as `torch.compile` make longer."""
-    if value.keys() == expected.keys():
-        return value
-    modules = {plain_name(name): name for name, _ in module.named_modules()}
-    return rebuilt(value, rename_to_match(value, expected), lambda name: modules.get(plain_name(name), name))
 
 
 def _custom_loaders(module: Module) -> tuple[str, ...]:

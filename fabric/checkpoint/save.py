@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 
 from fabric.checkpoint.access import Attempts, StateAccess
 from fabric.checkpoint.plain import validate_loadable
-from fabric.checkpoint.tree import is_stateful, rebuilt, with_plain_names
+from fabric.checkpoint.tree import is_stateful
 from fabric.plugins.io import CheckpointIO
+from fabric.utilities.parameter_names import rebuilt, with_plain_names
 from fabric.utilities.spelling import suggest
 from fabric.utilities.types import PathLike
 

@@ -79,7 +79,7 @@ def choose_precision(
     """The precision of this name, as the strategy makes it, or the user's own object."""
     said = find_said("precision", arguments.precision, environ, normalise=_validate_precision)
     if plugin is not None:
-        _validate_precision_plugin(plugin, said)
+        _validate_precision_plugin(plugin, said, device_type)
         return Choice(plugin, "argument (plugins)", plugin.precision)
     name, reason = (said.value, said.reason) if said else ("32-true", "default")
     return Choice(strategy.create_precision(name, device_type), reason, name)
@@ -94,7 +94,12 @@ def _validate_precision(value: object, text: str) -> str:
     return canonical_precision(value)
 
 
-def _validate_precision_plugin(plugin: Precision, said: Said[str] | None) -> None:
+def _validate_precision_plugin(plugin: Precision, said: Said[str] | None, device_type: str) -> None:
+    if plugin.device not in (None, device_type):
+        raise ValueError(
+            f"`Fabric(plugins={describe(plugin)})` was made for `{plugin.device}`, but the devices are `{device_type}`."
+            f" Make it with `device={device_type!r}`."
+        )
     if said is None or (said.origin != "argument" and said.value == plugin.precision):
         return
     raise ValueError(

@@ -4,6 +4,7 @@
 from torch.nn import DataParallel, Module
 from typing_extensions import override
 
+from fabric.plugins.precision import Precision
 from fabric.strategies.entry import _Entry
 from fabric.strategies.single_device import SingleDeviceStrategy
 
@@ -17,6 +18,15 @@ class DataParallelStrategy(SingleDeviceStrategy):
 
     max_devices: int | None = None
     accelerators: tuple[str, ...] | None = ("cuda",)
+
+    @override
+    def create_precision(self, name: str, device_type: str) -> Precision:
+        if name == "bf16-mixed":
+            raise ValueError(
+                "`strategy='dp'` can't run `precision='bf16-mixed'`: the threads of `torch.nn.DataParallel` take"
+                " autocast's default dtype, float16. Choose 'bf16-true' or '16-mixed', or `strategy='ddp'`."
+            )
+        return super().create_precision(name, device_type)
 
     @override
     def setup_module(self, module: Module) -> Module:

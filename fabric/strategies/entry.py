@@ -17,6 +17,6 @@ class _Entry(Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call the user's module itself for `forward` (its hooks run), or the method of that name."""
         return self.inner(*args, **kwargs) if method == "forward" else getattr(self.inner, method)(*args, **kwargs)

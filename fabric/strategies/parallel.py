@@ -11,18 +11,20 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
-from fabric.strategies.strategy import ReduceOp, Strategy
+from fabric.strategies.reduction import ReduceOp, copied, finished, validated
+from fabric.strategies.strategy import Strategy
 
 T = TypeVar("T")
 
 _REDUCE_OPS = {
     "mean": dist.ReduceOp.SUM,
-    "avg": dist.ReduceOp.SUM,
     "sum": dist.ReduceOp.SUM,
     "min": dist.ReduceOp.MIN,
     "max": dist.ReduceOp.MAX,
     "product": dist.ReduceOp.PRODUCT,
 }
+_DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+_MAX_DIMS = 8  # so many dimensions of a shape are compared over the ranks
 
 
 class ParallelStrategy(Strategy, ABC):
@@ -152,23 +154,18 @@ class ParallelStrategy(Strategy, ABC):
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         if self.world_size == 1:
             return tensor
-        _validate_same_shape(tensor, group)
+        _validate_same_shape("all_gather", tensor, group)
         if sync_grads and tensor.requires_grad:
             return _AllGather.apply(tensor, group)  # type: ignore[no-any-return]
         return _gather(tensor, group)
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:
-        if str(reduce_op).lower() not in _REDUCE_OPS:
-            raise ValueError(
-                f"`reduce_op={reduce_op!r}` is not a reduction. Choose one of {', '.join(sorted(_REDUCE_OPS))}."
-            )
-        operation = str(reduce_op).lower()
-        result = tensor.detach().clone(memory_format=torch.contiguous_format)
-        if result.dtype is torch.bool:
-            result = result.int()
-        dist.all_reduce(result, op=_REDUCE_OPS[operation], group=group)
-        return result / dist.get_world_size(group) if operation in ("mean", "avg") else result
+        operation = validated(reduce_op)
+        total = copied(tensor)
+        _validate_same_shape("all_reduce", total, group)
+        dist.all_reduce(total, op=_REDUCE_OPS[operation], group=group)
+        return finished(total, operation, dist.get_world_size(group))
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -177,17 +174,21 @@ class ParallelStrategy(Strategy, ABC):
         return bool(vote)
 
 
-def _validate_same_shape(tensor: Tensor, group: Any) -> None:
-    """Gathering unlike tensors ends the process group with a message about bytes; say what differs instead."""
-    own = (tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
-    ranks: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(ranks, own, group=group)
+def _validate_same_shape(call: str, tensor: Tensor, group: Any) -> None:
+    """Unlike tensors hang, or end the process group with a message about bytes; say what differs instead."""
+    own = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape[:_MAX_DIMS]]
+    own += [0] * (_MAX_DIMS + 2 - len(own))
+    ranks = _gather(torch.tensor(own, device=tensor.device), group).tolist()
     if any(other != own for other in ranks):
-        listing = "; ".join(f"rank {rank}: {dtype} {list(shape)}" for rank, (shape, dtype) in enumerate(ranks))
+        described = (f"rank {n}: {_describe(code, shape[:dim])}" for n, (code, dim, *shape) in enumerate(ranks))
         raise ValueError(
-            f"`fabric.all_gather(...)` needs tensors of one shape and dtype on all ranks, but got {listing}."
+            f"`fabric.{call}(...)` needs tensors of one shape and dtype on all ranks, but got {'; '.join(described)}."
             " Pad them to the same shape first."
         )
+
+
+def _describe(code: int, shape: list[int]) -> str:
+    return f"{str(_DTYPES[code]).removeprefix('torch.')} {shape}"
 
 
 def _gather(tensor: Tensor, group: Any) -> Tensor:

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from fabric.strategies.strategy import ReduceOp, Strategy
+from fabric.strategies.reduction import ReduceOp, copied, finished, validated
+from fabric.strategies.strategy import Strategy
 
 T = TypeVar("T")
 
 
 class SingleDeviceStrategy(Strategy):
-    """One process on one device: each collective returns what it is given."""
+    """One process on one device: a collective over one rank."""
 
     max_devices: int | None = 1
 
@@ -40,7 +41,7 @@ class SingleDeviceStrategy(Strategy):
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:
-        return tensor
+        return finished(copied(tensor), validated(reduce_op), world_size=1)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

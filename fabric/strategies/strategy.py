@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from fabric.plugins.environments import ClusterEnvironment
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.precision import Precision, create_precision
 from fabric.strategies.parameters import ParameterMap
+from fabric.strategies.reduction import ReduceOp
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.init import skip_init_context
 
 T = TypeVar("T")
-ReduceOp = Literal["mean", "sum", "min", "max", "product"]
 
 
 class Strategy(ABC):
@@ -72,13 +72,13 @@ class Strategy(ABC):
             devices: The devices of this machine, one for each local rank (or all of them for one process).
             environment: Who this process is in the cluster.
             precision: The precision that surrounds forward, backward and step.
-            checkpoint_io: Reads and writes single files; by default `TorchCheckpointIO()`.
+            checkpoint_io: Reads and writes single files; by default the strategy's own.
         """
         self._accelerator = accelerator
         self._devices = tuple(devices)
         self._environment = environment
         self._precision = precision
-        self._checkpoint_io = checkpoint_io or TorchCheckpointIO()
+        self._checkpoint_io = checkpoint_io or self._checkpoint_io
 
     @property
     def accelerator(self) -> Accelerator:
@@ -203,8 +203,14 @@ class Strategy(ABC):
         return module
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Prepare an optimizer: parameters that were replaced since it was made are replaced in it too."""
+        """Prepare an optimizer that was made, and perhaps stepped, before its parameters were replaced or converted."""
         self.parameters.repoint(optimizer)
+        if optimizer.state:
+            groups = optimizer.param_groups
+            optimizer.load_state_dict(
+                optimizer.state_dict()
+            )  # PyTorch's way to give state the parameters' device and dtype
+            optimizer.param_groups = groups  # the same ones, which the user may hold
         return optimizer
 
     def setup_module_and_optimizers(

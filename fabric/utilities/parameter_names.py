@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plain names of parameters, without the segments that wrappers put into them."""
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any
 
-T = TypeVar("T")
+from torch.nn import Module
 
 WRAPPER_SEGMENTS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
@@ -16,7 +17,39 @@ def plain_name(name: str) -> str:
     return ".".join(segment for segment in name.split(".") if segment not in WRAPPER_SEGMENTS)
 
 
-def rename_to_match(state_dict: Mapping[str, T], names: Iterable[str]) -> dict[str, Any]:
-    """The entries of `state_dict` under those of `names` that have the same plain name; others keep theirs."""
-    actual = {plain_name(name): name for name in names}
-    return {actual.get(plain_name(key), key): value for key, value in state_dict.items()}
+def with_plain_names(state_dict: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A module's state dictionary under the plain names of its parameters."""
+    if all(plain_name(name) == name for name in state_dict):
+        return state_dict
+    return rebuilt(state_dict, {plain_name(name): value for name, value in state_dict.items()}, plain_name)
+
+
+def rebuilt(
+    state_dict: Mapping[str, Any], entries: Mapping[str, Any], rename: Callable[[str], str] = str
+) -> Mapping[str, Any]:
+    """Other entries for a state dictionary, with the versions of modules that PyTorch keeps as an attribute beside it.
+
+    Args:
+        state_dict: The old one.
+        entries: The new entries.
+        rename: From an old name of a module to the new one.
+    """
+    result = OrderedDict(entries)
+    versions = getattr(state_dict, "_metadata", None)
+    if versions is not None:
+        result._metadata = OrderedDict((rename(name), value) for name, value in versions.items())  # type: ignore[attr-defined]
+    return result
+
+
+def under_own_names(state_dict: Mapping[str, Any], module: Module) -> Mapping[str, Any]:
+    """A state dictionary under the module's own names, which wrappers such as `torch.compile` make longer.
+
+    Entries that the module has not keep their names.
+    """
+    expected = module.state_dict()
+    if state_dict.keys() == expected.keys():
+        return state_dict
+    actual = {plain_name(name): name for name in expected}
+    modules = {plain_name(name): name for name, _ in module.named_modules()}
+    entries = {actual.get(plain_name(key), key): value for key, value in state_dict.items()}
+    return rebuilt(state_dict, entries, lambda name: modules.get(plain_name(name), name))

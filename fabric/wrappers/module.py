@@ -9,12 +9,13 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
 from fabric.strategies import Strategy
 from fabric.strategies.entry import _Entry
-from fabric.utilities.parameter_names import plain_name, rename_to_match
+from fabric.utilities.parameter_names import plain_name, under_own_names, with_plain_names
 
 MARKED_FROM_THE_START = ("forward", "training_step", "validation_step", "test_step", "predict_step")
 
@@ -26,12 +27,12 @@ _OWN = frozenset(
 # `nn.Module` methods that would otherwise act on the wrapper. Those that return `self` return the wrapper.
 _DELEGATED = (
     *("add_module", "apply", "bfloat16", "buffers", "children", "cpu", "cuda", "double", "eval", "extra_repr", "float"),
-    *("get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "modules", "named_buffers"),
+    *("get_buffer", "get_extra_state", "get_parameter", "get_submodule", "half", "ipu", "modules", "mtia"),
     *("named_children", "named_modules", "parameters", "register_backward_hook", "register_buffer"),
     *("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook"),
     *("register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook"),
     *("register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook"),
-    *("requires_grad_", "set_extra_state", "set_submodule", "share_memory", "to", "to_empty", "train", "type"),
+    *("requires_grad_", "set_extra_state", "set_submodule", "share_memory", "to", "to_empty", "train", "type", "xpu"),
     *("zero_grad", "_apply", "_load_from_state_dict", "_save_to_state_dict"),
 )
 
@@ -78,7 +79,7 @@ class _FabricModule(Module):
             return self._forward_module(*self._lead, *args, **kwargs)
         return self._run_converted(self._forward_module, *self._lead, *args, **kwargs)
 
-    def _run_converted(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _run_converted(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         precision = self._precision
         args, kwargs = precision.convert_input((args, kwargs))
         with precision.forward_context():
@@ -193,21 +194,22 @@ class _FabricModule(Module):
             yield plain_name(name), parameter
 
     @override
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """The user's buffers, without wrapper segments in their names."""
+        for name, buffer in self.module.named_buffers(*args, **kwargs):
+            yield plain_name(name), buffer
+
+    @override
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """The state of the user's module, without wrapper segments in its names."""
-        prefix = kwargs.get("prefix", args[1] if len(args) > 1 else "")
         state = self.module.state_dict(*args, **kwargs)
-        for name in list(state):
-            plain = prefix + plain_name(name.removeprefix(prefix))
-            if name.startswith(prefix) and plain != name:
-                state[plain] = state.pop(name)
-        return state
+        # As a part of something else, such as `torch.compile(fabric_model)`, it adds to a dictionary of the other's.
+        return state if args or "destination" in kwargs else with_plain_names(state)
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load a state whose names may or may not have wrapper segments."""
-        state = rename_to_match(state_dict, self.module.state_dict())
-        return self.module.load_state_dict(state, strict=strict, assign=assign)
+        return self.module.load_state_dict(under_own_names(state_dict, self.module), strict=strict, assign=assign)
 
     # copies are plain
 

@@ -22,7 +22,6 @@ from fabric.accelerators import (
     find_usable_cuda_devices,
     take_inventory,
 )
-from fabric.accelerators.inventory import count_mig_ids
 from fabric.utilities.device_parser import DeviceSpec
 
 
@@ -118,20 +117,6 @@ def test_cpu_on_this_machine() -> None:
 def test_setup_of_another_kind(accelerator: Accelerator, device: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         accelerator.setup_device(torch.device(device))
-
-
-@pytest.mark.parametrize(
-    ("visible", "count"),
-    [
-        ("MIG-a", 1),
-        ("MIG-a,MIG-b", 2),
-        ("MIG-GPU-5c89852c/1/0, MIG-GPU-5c89852c/2/0", 2),
-        ("MIG-a,GPU-b,MIG-c", 1),
-        ("MIG-a,MIG-a", 0),
-    ],
-)
-def test_each_mig_id_is_a_device(visible: str, count: int) -> None:
-    assert count_mig_ids(visible) == count
 
 
 def test_inventory_of_this_machine() -> None:

@@ -17,6 +17,8 @@ REFUSAL = (
     ' Run a file, `python main.py`, or pass a function: `Fabric(strategy="ddp_spawn").launch(fn)`.'
 )
 
+HASHES = "--check-hash-based-pycs"
+
 
 def program(folder: Path, *original: str, file: str | None = None, module: str | None = None) -> Program:
     """A program that was started in `folder` by the words `original`."""
@@ -36,13 +38,11 @@ def program(folder: Path, *original: str, file: str | None = None, module: str |
         (["main.py"], "main.py", None, ["main.py"]),
         (["main.py", "--lr", "1"], "main.py", None, ["main.py", "--lr", "1"]),
         (["main.py", "-m", "-c"], "main.py", None, ["main.py", "-m", "-c"]),
-        (["-O", "-Xdev", "-W", "error", "-u", "main.py", "a"], "main.py", None)
-        + (["-O", "-X", "dev", "-W", "error", "-u", "main.py", "a"],),
+        (["-O", "-Xdev", "-W", "a", "-u", "main.py"], "main.py", None, ["-O", "-X", "dev", "-W", "a", "-u", "main.py"]),
         (["-OuX", "dev", "main.py"], "main.py", None, ["-Ou", "-X", "dev", "main.py"]),
         (["-i", "main.py"], "main.py", None, ["main.py"]),
         (["-Oi", "main.py"], "main.py", None, ["-O", "main.py"]),
-        (["--check-hash-based-pycs", "always", "main.py"], "main.py", None)
-        + (["--check-hash-based-pycs", "always", "main.py"],),
+        ([HASHES, "always", "main.py"], "main.py", None, [HASHES, "always", "main.py"]),
         (["-m", "package.train", "a"], "package/train.py", "package.train", ["-m", "package.train", "a"]),
         (["-um", "package.train"], "package/train.py", "package.train", ["-u", "-m", "package.train"]),
         (["-mpackage.train", "a"], "package/train.py", "package.train", ["-m", "package.train", "a"]),
@@ -53,10 +53,8 @@ def program(folder: Path, *original: str, file: str | None = None, module: str |
         (["-m", "pdb", "-c", "continue", "main.py", "a"], "main.py", None, ["main.py", "a"]),
         (["-m", "pdb", "-m", "package.train", "a"], "package/train.py", "package.train", ["-m", "package.train", "a"]),
         (["-m", "coverage", "run", "-p", "main.py", "a"], "main.py", None, ["main.py", "a"]),
-        (["bin/coverage", "run", "-m", "package.train", "a"], "package/train.py", "package.train")
-        + (["-m", "package.train", "a"],),
-        (["-X", "frozen_modules=off", "lib/debugpy", "--connect", "1:2", "main.py", "a"], "main.py", None)
-        + (["-X", "frozen_modules=off", "main.py", "a"],),
+        (["bin/coverage", "run", "-m", "pack.train", "a"], "pack/train.py", "pack.train", ["-m", "pack.train", "a"]),
+        (["-X", "a=b", "lib/debugpy", "--connect", "1", "main.py"], "main.py", None, ["-X", "a=b", "main.py"]),
     ],
 )
 def test_rebuilds_the_command(

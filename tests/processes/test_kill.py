@@ -136,7 +136,8 @@ def check(job: Job, way: str, victim: int, act: str, pids: tuple[int, int]) -> N
 def last_line(victim: int, act: str, pids: tuple[int, int], *, vanished: bool) -> str:
     who = f"rank {victim} on host `{socket.gethostname()}` (pid {pids[victim]})"
     if vanished:
-        return f"fabric: rank 0 (pid {pids[0]}) is gone. Rank 1 (pid {pids[1]}) and the other ranks of this machine end too."
+        end = f"Rank 1 (pid {pids[1]}) and the other ranks of this machine end too."
+        return f"fabric: rank 0 (pid {pids[0]}) is gone. {end}"
     if victim == 0 and act in ("term", "interrupt"):
         return f"fabric: {who} got {HOW[act]}. All ranks have ended."
     return f"fabric: {who} failed first: {HOW[act]}. All ranks have ended."

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rank 0 stays the user's process: its terminal, its debugger, its Ctrl-C."""
 
+import contextlib
 import os
 import pty
 import select
@@ -8,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -44,16 +45,16 @@ class Terminal:
 
     def wait(self) -> int:
         """The exit code."""
-        while self._read():
+        end = time.monotonic() + 30
+        while select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0] and self._read():
             pass
+        assert time.monotonic() < end, f"does not end:\n{self.shown.decode()}"
         return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.killpg(self.pid, signal.SIGKILL)
             os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
         os.close(self._fd)
 
     def _read(self) -> bool:
@@ -65,60 +66,74 @@ class Terminal:
         return bool(content)
 
 
-TEXT = (
-    START
-    + """
-rank = launch()
-if rank == 0:
+Open = Callable[[tuple[str, ...], str], Terminal]
+DEBUGGED = """
+if launch() == 0:
     wait_for("ready-1")
     breakpoint()
+    time.sleep(30)
+else:
+    breakpoint()  # goes on
+    say("ready-1")
+    time.sleep(30)
+"""
+TYPED = """
+if launch() == 0:
+    wait_for("ready-1")
     print("typed:", input(), flush=True)
-    say("go")
     try:
         time.sleep(30)
     finally:
         print("finally", flush=True)
 else:
-    breakpoint()  # goes on
     say("ready-1")
-    wait_for("go")
     time.sleep(30)
 """
-)
+FABRIC_RUN = ("-m", "fabric.cli", "run", "--devices", "2")
+PDB = ("-m", "pdb", "-c", "continue")
 
 
-@pytest.fixture(params=["python", "pdb", "fabric run"])
-def terminal(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Terminal]:
-    path = script(tmp_path, TEXT)
-    words = {
-        "python": (sys.executable, path),
-        "pdb": (sys.executable, "-m", "pdb", "-c", "continue", path),
-        "fabric run": (sys.executable, "-m", "fabric.cli", "run", "--devices", "2", path),
-    }
-    terminal = Terminal(*words[request.param], folder=tmp_path)
-    yield terminal
-    terminal.close()
+@pytest.fixture
+def open_terminal(tmp_path: Path) -> Iterator[Open]:
+    terminals: list[Terminal] = []
+
+    def open_terminal(words: tuple[str, ...], text: str) -> Terminal:
+        path = script(tmp_path, START + text)
+        terminals.append(Terminal(sys.executable, *words, path, folder=tmp_path))
+        return terminals[0]
+
+    yield open_terminal
+    for terminal in terminals:
+        terminal.close()
 
 
-def test_the_debugger_the_keyboard_and_ctrl_c(terminal: Terminal, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize("words", [(), PDB, FABRIC_RUN], ids=["python", "pdb", "fabric run"])
+def test_a_debugger_in_rank_0(open_terminal: Open, words: tuple[str, ...]) -> None:
+    terminal = open_terminal(words, DEBUGGED)
     terminal.read_until("(Pdb) ")
     terminal.type("p 6 * 7\n")
-    terminal.read_until("42")
+    terminal.read_until("42\r\n(Pdb) ")
+    time.sleep(0.3)  # until it reads
     terminal.type("\x03")  # clears the prompt, and ends nobody
     terminal.read_until("(Pdb) ")
     time.sleep(1.5)
     terminal.type("p 6 * 9\n")
-    terminal.read_until("54")
+    terminal.read_until("54\r\n(Pdb) ")
     terminal.type("continue\n")
+    time.sleep(0.3)
+    terminal.type("\x03")  # stops the program, in the debugger
+    terminal.read_until("(Pdb) ")
+    time.sleep(1.5)
+    terminal.type("p 7 * 9\n")
+    terminal.read_until("63\r\n(Pdb) ")
+
+
+@pytest.mark.parametrize("words", [(), FABRIC_RUN], ids=["python", "fabric run"])
+def test_the_keyboard_is_rank_0s(open_terminal: Open, words: tuple[str, ...]) -> None:
+    terminal = open_terminal(words, TYPED)
     terminal.type("hello\n")
     terminal.read_until("typed: hello")
     time.sleep(0.3)
-    if request.node.callspec.params["terminal"] == "pdb":
-        terminal.type("\x03")  # asks the debugger to stop
-        terminal.read_until("(Pdb) ")
-        terminal.type("p rank + 41\n")
-        terminal.read_until("41")
-        return
     terminal.type("\x03")
     terminal.read_until("finally")
     assert terminal.wait() == 130

@@ -47,20 +47,21 @@ def test_collectives():
         assert results["any"] is True
 
 
-def _ragged(context):
+def _ragged(context, call):
     strategy = context.fabric(strategy="ddp").strategy
     with pytest.raises(ValueError, match="needs tensors of one shape") as raised:
-        strategy.all_gather(torch.zeros(2, context.rank + 1))
+        getattr(strategy, call)(torch.zeros(2, context.rank + 1))
     strategy.barrier()  # the group survives
     return str(raised.value)
 
 
-def test_gathering_unlike_shapes_names_them_on_every_rank():
+@pytest.mark.parametrize("call", ["all_gather", "all_reduce"])
+def test_unlike_shapes_are_named_on_every_rank(call):
     text = (
-        "`fabric.all_gather(...)` needs tensors of one shape and dtype on all ranks, but got rank 0: float32 [2, 1];"
+        f"`fabric.{call}(...)` needs tensors of one shape and dtype on all ranks, but got rank 0: float32 [2, 1];"
         " rank 1: float32 [2, 2]. Pad them to the same shape first."
     )
-    assert run_ranks(2, _ragged) == [text, text]
+    assert run_ranks(2, _ragged, call) == [text, text]
 
 
 def _gradients(context):

@@ -50,7 +50,11 @@ def test_one_device_returns_what_it_is_given():
     strategy = _bound(SingleDeviceStrategy())
     x = torch.ones(2)
     assert strategy.all_gather(x) is x
-    assert strategy.all_reduce(x) is x
+    reduced = strategy.all_reduce(torch.tensor([3]))
+    assert torch.equal(reduced, torch.tensor([3.0]))  # a mean of integers is a float, as on several ranks
+    assert strategy.all_reduce(x) is not x
+    with pytest.raises(ValueError, match=r"`reduce_op='men'` is not a reduction. Choose one of avg, max, mean, min,"):
+        strategy.all_reduce(x, reduce_op="men")
     assert strategy.broadcast("x") == "x"
     assert strategy.gather_objects("x") == ["x"]
     assert strategy.reduce_boolean_decision(False) is False

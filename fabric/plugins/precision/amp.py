@@ -35,8 +35,8 @@ class MixedPrecision(Precision):
 
     def __init__(
         self,
-        precision: Literal["16-mixed", "bf16-mixed"] = "16-mixed",
-        device: str = "cpu",
+        precision: Literal["16-mixed", "bf16-mixed"],
+        device: str,
         scaler: GradScaler | None = None,
     ) -> None:
         if precision == "bf16-mixed" and scaler is not None:
@@ -45,7 +45,7 @@ class MixedPrecision(Precision):
                 " Leave `scaler` out, or use '16-mixed'."
             )
         self.precision = precision
-        self.device = device
+        self.device: str = device
         self.dtype = {"16-mixed": torch.float16, "bf16-mixed": torch.bfloat16}[precision]
         self._given_scaler = scaler
         self._stepped = False  # an optimizer stepped since the last update of the scale
@@ -106,16 +106,20 @@ class MixedPrecision(Precision):
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         if self.scaler is not None and state_dict:
+            if self._stepped or self._unscaled:  # the scaler itself has to forget them, which only `update` does
+                self._end_round()
             self.scaler.load_state_dict(dict(state_dict))
-            self._stepped = False
-            self._unscaled.clear()
 
     def _update_scale(self) -> None:
         """End the round of steps before, if there was one."""
-        if self.scaler is not None and (self._stepped or self._gave_up()):
+        if self._stepped or self._gave_up():
+            self._end_round()
+
+    def _end_round(self) -> None:
+        if self.scaler is not None:
             self.scaler.update()
-            self._stepped = False
-            self._unscaled.clear()
+        self._stepped = False
+        self._unscaled.clear()
 
     def _gave_up(self) -> bool:
         """Whether gradients were unscaled, and reset without a step."""

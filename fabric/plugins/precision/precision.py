@@ -24,6 +24,7 @@ class Precision:
     """
 
     precision: str = "32-true"
+    device: str | None = None  # the one type of device that it works on; None for all
 
     @property
     def changes_forward(self) -> bool:
