@@ -62,7 +62,7 @@ class Matching:
         elif holds_stateful(target):
             self._differences.mismatched(where, f"a {type(value).__name__} in the file", "a dict in `state`")
         elif isinstance(target, list) and isinstance(value, list):
-            self.actions.append(partial(target.__setitem__, slice(None), value))
+            self.actions.append(partial(target.__setitem__, slice(None), _beside(target, value)))
         elif isinstance(target, Parameter) and isinstance(value, Tensor):
             self._match_parameter(target, value, where)
         else:
@@ -150,7 +150,11 @@ class Matching:
 
 def _beside(old: Any, new: Any) -> Any:
     """A tensor goes to the device of the one that it replaces."""
-    return new.to(old.device) if isinstance(old, Tensor) and isinstance(new, Tensor) else new
+    if isinstance(old, Tensor) and isinstance(new, Tensor):
+        return new.to(old.device)
+    if type(new) in (list, tuple) and type(old) is type(new) and len(old) == len(new):
+        return type(new)(_beside(*pair) for pair in zip(old, new, strict=True))
+    return new
 
 
 @torch.no_grad()

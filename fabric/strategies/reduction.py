@@ -23,7 +23,7 @@ def validated(reduce_op: str) -> str:
 
 
 def copied(tensor: Tensor) -> Tensor:
-    """A contiguous copy without a graph, so that reducing in place changes nothing of the caller's; bools count as 0, 1."""
+    """A contiguous copy without a graph, so that the caller's tensor stays as it is; bools count as 0 and 1."""
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
     return result.int() if result.dtype is torch.bool else result
 

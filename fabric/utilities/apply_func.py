@@ -21,10 +21,8 @@ _LEAVES = frozenset({str, int, float, bool, bytes, type(None)})
 def move_data_to_device(batch: Any, device: DeviceLike) -> Any:
     """Move the tensors of a batch to a device.
 
-    Goes through dictionaries and other mappings, lists, tuples, named tuples, deques and dataclasses, nested as they
-    come, and calls `.to(device)` on anything that has it. Everything else is handed through. What is there already is
-    not copied: a container in which nothing moves comes back as the same object; otherwise a new one of the same type
-    is made. Copies from pinned memory to CUDA do not block.
+    Goes through containers as `apply_to_tensors` does, and calls `.to(device)` on anything that has it. What is there
+    already is not copied. Copies from pinned memory to CUDA do not block.
 
     Args:
         batch: A tensor or any nesting of containers.
@@ -37,95 +35,119 @@ def move_data_to_device(batch: Any, device: DeviceLike) -> Any:
         >>> move_data_to_device({"x": torch.zeros(2), "name": "a"}, "meta")["x"].device
         device(type='meta')
     """
-    return _move(batch, device if isinstance(device, torch.device) else torch.device(device))
+    target = torch.device(device)
+
+    def move(tensor: Tensor) -> Tensor:
+        pinned = target.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
+        return tensor.to(target, non_blocking=pinned)
+
+    def move_other(data: Any) -> Any:
+        if not callable(to := getattr(data, "to", None)):
+            return NotImplemented
+        moved = to(target)
+        return data if moved is None else moved  # some move in place and forget to return themselves
+
+    return apply_to_tensors(batch, move, move_other)
 
 
-def _move(data: Any, device: torch.device) -> Any:
+def _look_inside(data: Any) -> Any:
+    return NotImplemented
+
+
+def apply_to_tensors(
+    data: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = _look_inside
+) -> Any:
+    """Apply a function to each tensor in nested containers.
+
+    Goes through dictionaries and other mappings, lists, tuples, named tuples, deques and dataclasses, nested as they
+    come; everything else is handed through. A container in which nothing changes comes back as the same object;
+    otherwise a new one of the same type is made.
+
+    Args:
+        data: A tensor or any nesting of containers.
+        function: From a tensor to what takes its place.
+        other: Called first with what is no tensor, list, tuple or dict itself; `NotImplemented` means to look inside.
+    """
     kind = type(data)
     if kind in _LEAVES:
         return data
     if isinstance(data, Tensor):
-        here = data.device
-        if here == device:  # a quarter of the time that `.to` takes to find that out
-            return data
-        return data.to(device, non_blocking=device.type == "cuda" and here.type == "cpu" and data.is_pinned())
+        return function(data)
     if kind is dict:
-        return _move_dict(data, device)
+        new = {key: apply_to_tensors(value, function, other) for key, value in data.items()}
+        return data if _is_same(data.values(), new.values()) else new
     if kind is list or kind is tuple:
-        moved = [_move(value, device) for value in data]
-        return data if _is_same(data, moved) else kind(moved)
-    return _move_other(data, device)
+        items = [apply_to_tensors(value, function, other) for value in data]
+        return data if _is_same(data, items) else kind(items)
+    return _apply_to_other(data, function, other)
 
 
 def _is_same(old: Iterable[Any], new: Iterable[Any]) -> bool:
     return all(map(operator.is_, old, new))
 
 
-def _move_dict(data: dict[Any, Any], device: torch.device) -> dict[Any, Any]:
-    moved = {key: _move(value, device) for key, value in data.items()}
-    return data if _is_same(data.values(), moved.values()) else moved
-
-
-def _move_other(data: Any, device: torch.device) -> Any:
-    """Objects that move themselves, and the rarer containers."""
+def _apply_to_other(data: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any]) -> Any:
+    """Objects that look after themselves, and the rarer containers."""
     if isinstance(data, type):
         return data
-    if callable(to := getattr(data, "to", None)):
-        moved = to(device)
-        return data if moved is None else moved  # some move in place and forget to return themselves
-    for container, move in _CONTAINERS:
+    result = other(data)
+    if result is not NotImplemented:
+        return result
+
+    def apply(value: Any) -> Any:
+        return apply_to_tensors(value, function, other)
+
+    for container, rebuild in _CONTAINERS:
         if isinstance(data, container):
-            return move(data, device)
-    if dataclasses.is_dataclass(data):
-        return _move_dataclass(data, device)
-    return data
+            return rebuild(data, apply)
+    return _rebuild_dataclass(data, apply) if dataclasses.is_dataclass(data) else data
 
 
-def _move_mapping(data: Mapping[Any, Any], device: torch.device) -> Any:
-    moved = {key: _move(value, device) for key, value in data.items()}
-    if _is_same(data.values(), moved.values()):
+def _rebuild_mapping(data: Mapping[Any, Any], apply: Callable[[Any], Any]) -> Any:
+    new = {key: apply(value) for key, value in data.items()}
+    if _is_same(data.values(), new.values()):
         return data
     if not isinstance(data, MutableMapping):
-        return type(data)(moved)  # type: ignore[call-arg]
+        return type(data)(new)  # type: ignore[call-arg]
     result = copy.copy(data)  # keeps what the type holds beside its items, such as the factory of a `defaultdict`
-    for key, value in moved.items():
+    for key, value in new.items():
         result[key] = value
     return result
 
 
-def _move_tuple(data: tuple[Any, ...], device: torch.device) -> Any:
-    moved = [_move(value, device) for value in data]
-    if _is_same(data, moved):
+def _rebuild_tuple(data: tuple[Any, ...], apply: Callable[[Any], Any]) -> Any:
+    new = [apply(value) for value in data]
+    if _is_same(data, new):
         return data
     make = getattr(type(data), "_make", type(data))  # a named tuple takes its fields one by one
-    return make(moved)
+    return make(new)
 
 
-def _move_sequence(data: Any, device: torch.device) -> Any:
-    moved = [_move(value, device) for value in data]
-    if _is_same(data, moved):
+def _rebuild_sequence(data: Any, apply: Callable[[Any], Any]) -> Any:
+    new = [apply(value) for value in data]
+    if _is_same(data, new):
         return data
     result = copy.copy(data)
-    for index, value in enumerate(moved):
+    for index, value in enumerate(new):
         result[index] = value
     return result
 
 
-def _move_dataclass(data: Any, device: torch.device) -> Any:
+def _rebuild_dataclass(data: Any, apply: Callable[[Any], Any]) -> Any:
     values = {f.name: getattr(data, f.name) for f in dataclasses.fields(data) if hasattr(data, f.name)}
-    moved = {name: _move(value, device) for name, value in values.items()}
-    if _is_same(values.values(), moved.values()):
+    new = {name: apply(value) for name, value in values.items()}
+    if _is_same(values.values(), new.values()):
         return data
     result = copy.copy(data)  # not `dataclasses.replace`, which would run the user's `__init__` again
-    for name, value in moved.items():
+    for name, value in new.items():
         object.__setattr__(result, name, value)  # a frozen dataclass too
     return result
 
 
-_CONTAINERS: tuple[tuple[Any, Callable[[Any, torch.device], Any]], ...] = (
-    (Mapping, _move_mapping),
-    (tuple, _move_tuple),
-    ((list, UserList, deque), _move_sequence),
+_CONTAINERS: tuple[tuple[Any, Callable[[Any, Callable[[Any], Any]], Any]], ...] = (
+    (Mapping, _rebuild_mapping),
+    (tuple, _rebuild_tuple),
+    ((list, UserList, deque), _rebuild_sequence),
 )
 
 

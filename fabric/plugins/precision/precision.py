@@ -6,10 +6,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
+
+from fabric.utilities.apply_func import apply_to_tensors
 
 T = TypeVar("T")
 
@@ -105,4 +106,4 @@ def cast_floats(data: T, dtype: torch.dtype, only: torch.dtype | None = None) ->
 
     if isinstance(data, Tensor):
         return cast(data)  # type: ignore[return-value]
-    return apply_to_collection(data, Tensor, cast)  # type: ignore[no-any-return]
+    return apply_to_tensors(data, cast)  # type: ignore[no-any-return]
