@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
+from weakref import ref
 
 import torch
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from fabric import validation
 from fabric.accelerators import Accelerator, take_inventory
+from fabric.callbacks import Callbacks
 from fabric.checkpoint import load_raw
 from fabric.data import _FabricDataLoader, sampling_seed, shard_dataloader
 from fabric.loggers import Logger
@@ -25,12 +27,19 @@ from fabric.plugins.environments import ClusterEnvironment
 from fabric.plugins.precision import Precision
 from fabric.run_override import launching
 from fabric.strategies import Strategy
-from fabric.strategies.launchers import create_launcher
+from fabric.strategies.launchers import SubprocessLauncher, create_launcher
 from fabric.strategies.reduction import ReduceOp
 from fabric.strategies.turns import first_ranks_first
 from fabric.utilities.apply_func import convert_tensors_to_scalars
 from fabric.utilities.seed import collect_rng_states, seed_everything, set_rng_states
-from fabric.wrappers import _copy_plain_values, _FabricModule, _FabricOptimizer, _unwrap_compiled, _unwrap_objects
+from fabric.wrappers import (
+    SetUpObjects,
+    _copy_plain_values,
+    _FabricModule,
+    _FabricOptimizer,
+    _unwrap_compiled,
+    _unwrap_objects,
+)
 
 T = TypeVar("T")
 
@@ -76,17 +85,20 @@ class Fabric:
         loggers: Logger | Sequence[Logger] | None = None,
     ) -> None:
         arguments = Arguments(accelerator, strategy, devices, num_nodes, precision, plugins)
-        self._plan = resolve(arguments, os.environ, take_inventory(os.environ))
+        self._plan = resolve(
+            arguments, os.environ, take_inventory(os.environ), launched=SubprocessLauncher.launched_environment()
+        )
         self._accelerator = self._plan.accelerator.value
         self._strategy = self._plan.strategy.value
         self._precision = self._plan.precision.value
-        self._callbacks: list[Any] = _as_list(callbacks)
-        self._loggers: list[Logger] = _as_list(loggers)
+        self._callbacks = Callbacks(_as_list(callbacks))
+        self._loggers: list[Logger] = validation._validated_loggers(_as_list(loggers))
         self._launcher = create_launcher(
             self._plan.launcher.value, environment=self._plan.environment.value, threads=self._plan.threads.value
         )
         self._launched = False
-        self._modules: list[Module] = []  # what the strategy made of each module that was set up
+        self._set_up = SetUpObjects()
+        self._only_module: Callable[[], Module | None] = _no_module  # what the strategy made of it, held weakly
         self._bind(self._plan.environment.value)
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -194,7 +206,13 @@ class Fabric:
         self._bind(environment)
         self._strategy.setup_environment()
         self._launched = True
-        return function(self, *args, **kwargs) if function is not None else None
+        if function is None:
+            return None
+        try:
+            return function(self, *args, **kwargs)
+        finally:
+            for logger in self._loggers:  # a process that runs a function ends without Python's exit handlers
+                logger.save()
 
     def _bind(self, environment: ClusterEnvironment) -> None:
         self._strategy.bind(
@@ -263,8 +281,8 @@ class Fabric:
             The wrapped module, followed by the wrapped optimizers (and the scheduler, if there is one).
         """
         self._require_launch("setup")
-        validation._validate_module(module)
-        validation._validate_optimizers(optimizers)
+        validation._validate_module(module, self._set_up)
+        validation._validate_optimizers(optimizers, self._set_up)
         plain, compile_again = _unwrap_compiled(module) if _reapply_compile else (module, None)
         module = module if compile_again is None else plain
         with self._strategy.parameters.follow(module):
@@ -274,11 +292,14 @@ class Fabric:
         forward_module, plain_optimizers, scheduler = self._strategy.setup_module_and_optimizers(
             module, optimizers, scheduler
         )
-        self._modules.append(forward_module)
+        self._only_module = (
+            _no_module if any(isinstance(w, Module) for w in self._set_up.values()) else ref(forward_module)
+        )
         if compile_again is not None:
             forward_module = compile_again(forward_module)
         wrapped = _FabricModule(forward_module, self._strategy, original_module=module)
         results = [wrapped, *(_FabricOptimizer(optimizer, self._strategy) for optimizer in plain_optimizers)]
+        self._set_up.update((id(user), wrapper) for user, wrapper in zip((plain, *optimizers), results, strict=True))
         results += [] if scheduler is None else [scheduler]
         return tuple(results) if len(results) > 1 else wrapped
 
@@ -290,8 +311,9 @@ class Fabric:
     def setup_optimizers(self, *optimizers: Optimizer) -> Any:
         """Set up optimizers alone; returns one, or a tuple of them."""
         self._require_launch("setup_optimizers")
-        validation._validate_optimizers(optimizers, at_least_one=True)
+        validation._validate_optimizers(optimizers, self._set_up, at_least_one=True)
         wrapped = tuple(_FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy) for o in optimizers)
+        self._set_up.update((id(user), wrapper) for user, wrapper in zip(optimizers, wrapped, strict=True))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def setup_dataloaders(
@@ -345,7 +367,9 @@ class Fabric:
             tensor: The loss. It is not rescaled, but by a loss scaler.
             model: The set-up module that it came from, where a strategy needs to know and there are several.
         """
-        module = self._modules[0] if model is None and len(self._modules) == 1 else model
+        module = (
+            self._only_module() if model is None else validation._forward_module_of(model, "backward(model=module)")
+        )
         self._strategy.backward(tensor, module, *args, **kwargs)
 
     def clip_gradients(
@@ -370,7 +394,7 @@ class Fabric:
         Returns:
             The total norm before clipping, a scalar; None with `clip_val`.
         """
-        validation._validate_clipping(clip_val, max_norm)
+        validation._validate_clipping(module, optimizer, clip_val, max_norm)
         module, optimizer = _unwrap_objects((module, optimizer))
         if clip_val is not None:
             self._strategy.clip_gradients_value(module, optimizer, clip_val)
@@ -515,19 +539,15 @@ class Fabric:
         return {
             "rng": self._strategy.gather_objects(collect_rng_states()),
             "precision": self._precision.state_dict(),
-            "callbacks": [callback.state_dict() for callback in self._stateful_callbacks()],
+            "callbacks": self._callbacks.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; with another number of ranks the RNGs are seeded anew."""
         self._require_launch("load_state_dict")
         self._precision.load_state_dict(state_dict["precision"])
-        for callback, state in zip(self._stateful_callbacks(), state_dict["callbacks"], strict=True):
-            callback.load_state_dict(state)
+        self._callbacks.load_state_dict(state_dict["callbacks"])
         set_rng_states(state_dict["rng"], rank=self.global_rank, world_size=self.world_size)
-
-    def _stateful_callbacks(self) -> list[Any]:
-        return [c for c in self._callbacks if hasattr(c, "state_dict") and hasattr(c, "load_state_dict")]
 
     # observe
 
@@ -537,18 +557,18 @@ class Fabric:
 
     def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Send numbers by name to every logger; nothing is reduced over ranks."""
-        metrics = convert_tensors_to_scalars(metrics)
-        for logger in self._loggers:
-            logger.log_metrics(metrics, step)
+        if self._loggers:
+            numbers = convert_tensors_to_scalars(metrics)
+            for logger in self._loggers:
+                logger.log_metrics(numbers, step)
 
     def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
         """Call the method `hook_name` of each callback that has it, in their order."""
-        for callback in self._callbacks:
-            hook = getattr(callback, hook_name, None)
-            if hook is None:
-                continue
-            validation._validate_hook(hook, hook_name, callback)
-            hook(*args, **kwargs)
+        self._callbacks.call(hook_name, *args, **kwargs)
+
+
+def _no_module() -> None:
+    """There is none, or there are several."""
 
 
 def _as_list(value: Any) -> list[Any]:

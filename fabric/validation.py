@@ -8,8 +8,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from fabric.loggers import Logger
 from fabric.plan import Plan
-from fabric.wrappers import _FabricDataLoader, _FabricModule, _FabricOptimizer
+from fabric.wrappers import _FabricModule, _unwrap_compiled, _unwrap_objects, is_wrapped
 
 
 def _validate_launch(function: Callable[..., Any] | None, plan: Plan) -> None:
@@ -26,14 +27,14 @@ def _validate_launch(function: Callable[..., Any] | None, plan: Plan) -> None:
 
 def _validate_launched(call: str, plan: Plan) -> None:
     if plan.world_size > 1 or plan.launcher.value in ("spawn", "fork", "forkserver"):
-        raise RuntimeError(
-            f"`fabric.{call}(...)` needs the {plan.world_size} processes of this run, and they are not started yet."
-            " Call `fabric.launch()` before it."
-        )
+        needs = f"the {plan.world_size} processes of this run, and they are"
+        if plan.world_size == 1:
+            needs = "a process of its own, and it is"
+        raise RuntimeError(f"`fabric.{call}(...)` needs {needs} not started yet. Call `fabric.launch()` before it.")
 
 
-def _validate_module(module: Any) -> None:
-    if isinstance(module, _FabricModule):
+def _validate_module(module: Any, set_up: Mapping[int, Any]) -> None:
+    if is_wrapped(module) or id(_unwrap_objects(module)) in set_up:
         raise ValueError(
             "This module was set up before. `fabric.setup(model, ...)` takes each module once, as you made it."
         )
@@ -50,11 +51,11 @@ def _validate_module(module: Any) -> None:
         )
 
 
-def _validate_optimizers(optimizers: Sequence[Any], *, at_least_one: bool = False) -> None:
+def _validate_optimizers(optimizers: Sequence[Any], set_up: Mapping[int, Any], *, at_least_one: bool = False) -> None:
     if at_least_one and not optimizers:
         raise ValueError("`fabric.setup_optimizers(*optimizers)` takes at least one optimizer.")
     for optimizer in optimizers:
-        if isinstance(optimizer, _FabricOptimizer):
+        if is_wrapped(optimizer) or id(optimizer) in set_up:
             raise ValueError("This optimizer was set up before. Each optimizer is set up once, as you made it.")
         if isinstance(optimizer, list | tuple):
             raise TypeError(
@@ -72,7 +73,7 @@ def _validate_dataloaders(loaders: Sequence[Any]) -> None:
     if not loaders:
         raise ValueError("`fabric.setup_dataloaders(*dataloaders)` takes at least one data loader.")
     for loader in loaders:
-        if isinstance(loader, _FabricDataLoader):
+        if is_wrapped(loader):
             raise ValueError("This data loader was set up before. Each loader is set up once, as you made it.")
         if not isinstance(loader, DataLoader):
             hint = (
@@ -84,7 +85,12 @@ def _validate_dataloaders(loaders: Sequence[Any]) -> None:
             )
 
 
-def _validate_clipping(clip_val: float | None, max_norm: float | None) -> None:
+def _validate_clipping(module: Any, optimizer: Any, clip_val: float | None, max_norm: float | None) -> None:
+    if not isinstance(module, Module) or not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            "`fabric.clip_gradients(module, optimizer, ...)` takes a module and its optimizer, but got"
+            f" `{type(module).__name__}` and `{type(optimizer).__name__}`."
+        )
     if clip_val is None and max_norm is None:
         raise ValueError(
             "`fabric.clip_gradients(...)` needs `clip_val=` (for each element) or `max_norm=` (for the norm)."
@@ -104,16 +110,19 @@ def _validate_state(state: Any) -> None:
         )
 
 
-def _validate_hook(hook: Any, name: str, callback: Any) -> None:
-    if not callable(hook):
-        raise TypeError(
-            f"`fabric.call({name!r})`: `{type(callback).__name__}.{name}` is a `{type(hook).__name__}`, not a method."
-            " Make it one, or call another hook."
-        )
+def _validated_loggers(loggers: list[Any]) -> list[Logger]:
+    for logger in loggers:
+        if not isinstance(logger, Logger):
+            raise TypeError(
+                f"`Fabric(loggers=...)` takes `Logger` objects, but got `{type(logger).__name__}`."
+                " Write `Fabric(loggers=CSVLogger('logs'))`, or subclass `fabric.loggers.Logger`."
+            )
+    return loggers
 
 
 def _forward_module_of(module: Any, call: str) -> Module:
     """What the strategy made of a set-up module."""
+    module = _unwrap_compiled(module)[0] if isinstance(module, Module) else module
     if not isinstance(module, _FabricModule):
         raise TypeError(
             f"`fabric.{call}` takes a module that `fabric.setup(...)` returned, but got `{type(module).__name__}`."

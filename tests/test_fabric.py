@@ -186,7 +186,7 @@ def test_two_objects_in_one_process_share_nothing():
     first.setup(nn.Linear(1, 1))
     assert second.precision.precision == "32-true"
     assert first.strategy is not second.strategy
-    assert second._modules == []
+    assert not second._set_up
 
 
 def test_teardown_twice_and_before_launch():

@@ -4,5 +4,6 @@
 from fabric.checkpoint.access import StateAccess
 from fabric.checkpoint.load import load, load_raw
 from fabric.checkpoint.save import save
+from fabric.checkpoint.tree import is_stateful
 
-__all__ = ["StateAccess", "load", "load_raw", "save"]
+__all__ = ["StateAccess", "is_stateful", "load", "load_raw", "save"]

@@ -21,8 +21,6 @@ class Arguments:
     num_nodes: int | str | None = "auto"
     precision: str | int | None = None
     plugins: Any = None
-    callbacks: Any = None
-    loggers: Any = None
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,17 @@ from fabric.plugins.environments import ClusterEnvironment
 from fabric.strategies import Strategy
 
 
-def choose_launcher(strategy: Choice[Strategy], environment: ClusterEnvironment, inventory: Inventory) -> Choice[str]:
+def choose_launcher(
+    strategy: Choice[Strategy], environment: ClusterEnvironment, inventory: Inventory, *, joins: bool = False
+) -> Choice[str]:
     """The launcher's name; see `Plan.launcher`.
 
     Raises:
         ValueError: For several processes on Windows, or from a notebook by a start method that needs a script.
     """
     _validate_platform(environment.world_size(), inventory)
+    if joins:
+        return Choice("subprocess", "joins the ranks that this process has started before")
     if environment.creates_processes_externally:
         return Choice("external", f"started by {environment.started_by}")
     method = strategy.value.start_method

@@ -23,7 +23,12 @@ from fabric.processes.token import LaunchToken
 from fabric.strategies import Strategy
 
 
-def resolve(arguments: Arguments, environ: Mapping[str, str], inventory: Inventory) -> Plan:
+def resolve(
+    arguments: Arguments,
+    environ: Mapping[str, str],
+    inventory: Inventory,
+    launched: ClusterEnvironment | None = None,
+) -> Plan:
     """Decide what runs. A pure function: it starts nothing, writes nothing and initialises no device.
 
     Arguments and the `FABRIC_*` variables of `fabric run` are explicit and must agree with each other and with the
@@ -33,6 +38,7 @@ def resolve(arguments: Arguments, environ: Mapping[str, str], inventory: Invento
         arguments: What the user said to `Fabric(...)`.
         environ: The environment of this process.
         inventory: What the machine has; see `take_inventory`.
+        launched: The job that this process has started before, which a second `Fabric` joins.
 
     Raises:
         TypeError: For an argument of the wrong type.
@@ -40,7 +46,11 @@ def resolve(arguments: Arguments, environ: Mapping[str, str], inventory: Invento
         RuntimeError: For a cluster of which a variable is missing.
     """
     plugins = sort_plugins(arguments.plugins)
-    environment = _choose_environment(plugins.environment, environ, inventory)
+    environment = (
+        _choose_environment(plugins.environment, environ, inventory)
+        if launched is None
+        else Choice(launched, "this process has launched before")
+    )
     accelerator = choose_accelerator(arguments, environ, inventory)
     said = find_strategy(arguments, environ)
     strategy = create_strategy(said) if said else None
@@ -67,7 +77,7 @@ def resolve(arguments: Arguments, environ: Mapping[str, str], inventory: Invento
         num_nodes=layout.num_nodes,
         strategy=strategy,
         precision=precision,
-        launcher=choose_launcher(strategy, layout.environment, inventory),
+        launcher=choose_launcher(strategy, layout.environment, inventory, joins=launched is not None),
         environment=Choice(layout.environment, environment.reason, layout.environment.name),
         threads=choose_threads(environ, inventory, local_world_size=layout.environment.local_world_size()),
         checkpoint_io=_checkpoint_io(plugins.checkpoint_io),

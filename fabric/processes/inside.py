@@ -113,7 +113,7 @@ class InsideSupervisor(Supervisor):
     # -- in the supervising thread
 
     def _on_signal(self, signum: int) -> None:
-        self._main.forward(signum)
+        self._main.deliver(signum)
         if signum in ASKING and signum != signal.SIGINT:
             self.ask_to_end(signum)
         elif signum == signal.SIGINT and self.asked:

@@ -105,9 +105,16 @@ class MainThread:
         handler = signal.getsignal(signal.SIGINT)
         return handler == self._on_interrupt and self._interrupted_at < since - _CLOSE
 
-    def forward(self, signum: int) -> None:
-        """Hand a signal on to whoever watched the signals before us."""
-        if self.installed and self._old_writer >= 0:
+    def deliver(self, signum: int) -> None:
+        """See to it that a signal that was written to the pipe takes effect.
+
+        The system may have given it to another thread; then the main thread would sleep on, where it sleeps. And
+        whoever watched the signals before us may want it too.
+        """
+        if not self.installed or signum == _WAKE:
+            return
+        self._wake()
+        if self._old_writer >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._old_writer, bytes([signum]))
 

@@ -81,7 +81,7 @@ class OutsideSupervisor(Supervisor):
         self._main.uninstall()
 
     def _on_signal(self, signum: int) -> None:
-        self._main.forward(signum)
+        self._main.deliver(signum)
         if signum not in ASKING:
             return
         if signum == signal.SIGINT and self.asked:

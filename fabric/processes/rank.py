@@ -115,7 +115,7 @@ class Rank:
                     return
 
     def _on_signal(self, signum: int) -> None:
-        self._main.forward(signum)
+        self._main.deliver(signum)
         if is_wake(signum) or signum not in ASKING:
             return
         if signum == signal.SIGINT and interrupt_is_for_debugger():

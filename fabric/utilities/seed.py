@@ -84,6 +84,19 @@ def reset_seed() -> None:
         _seed_all(_last.seed)
 
 
+def take_seeding() -> dict[str, Any] | None:
+    """What a process that is to go on from here has to be given; None where `seed_everything` was not called."""
+    return None if _last.seed is None else {"last": vars(_last).copy(), "states": collect_rng_states(devices=False)}
+
+
+def give_seeding(seeding: Mapping[str, Any] | None) -> None:
+    """Take over what `take_seeding` returned in another process. Python reseeds `random` in a fork, so there too."""
+    if seeding is not None:
+        _last.seed, _last.workers = seeding["last"]["seed"], seeding["last"]["workers"]
+        torch.manual_seed(seeding["last"]["seed"])  # the devices too
+        _set_rng_states(seeding["states"])
+
+
 def workers_are_seeded() -> bool:
     """Whether the last `seed_everything` in this process asked for seeded workers."""
     return _last.workers
@@ -117,10 +130,11 @@ def seed_batch(seed: int) -> None:
 # --------------------------------------------------------------------------------------------------------------------
 # Keeping states
 # --------------------------------------------------------------------------------------------------------------------
-def collect_rng_states() -> dict[str, Any]:
+def collect_rng_states(*, devices: bool = True) -> dict[str, Any]:
     """The states of this process's generators, as plain values and tensors that `weights_only=True` loads.
 
-    CUDA and MPS are included once this process has used them.
+    Args:
+        devices: Include CUDA and MPS, once this process has used them.
     """
     _, keys, position, has_gauss, gauss = np.random.get_state()
     numpy_state = {
@@ -130,9 +144,9 @@ def collect_rng_states() -> dict[str, Any]:
         "gauss": float(gauss),
     }
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
-    if torch.backends.mps.is_available():
+    if devices and torch.backends.mps.is_available():
         states["mps"] = torch.mps.get_rng_state()
     return states
 

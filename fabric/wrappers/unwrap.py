@@ -15,7 +15,9 @@ from fabric.wrappers.optimizer import _FabricOptimizer
 
 def is_wrapped(obj: object) -> bool:
     """Whether `obj` came back from `fabric.setup` or `fabric.setup_dataloaders`."""
-    return isinstance(obj, _FabricModule | _FabricOptimizer | _FabricDataLoader)
+    if isinstance(obj, Module):
+        return isinstance(_unwrap_compiled(obj)[0], _FabricModule)
+    return isinstance(obj, _FabricOptimizer | _FabricDataLoader)
 
 
 def _unwrap_objects(collection: Any) -> Any:
@@ -26,8 +28,10 @@ def _unwrap_objects(collection: Any) -> Any:
         return type(collection)(_unwrap_objects(value) for value in collection)
     if isinstance(collection, _FabricOptimizer):
         return collection.optimizer
-    module = collection.module if isinstance(collection, _FabricModule) else collection
-    return _unwrap_compiled(module)[0]
+    if not isinstance(collection, Module):
+        return collection
+    module = _unwrap_compiled(collection)[0]  # `torch.compile(fabric.setup(module))`
+    return _unwrap_compiled(module.module)[0] if isinstance(module, _FabricModule) else module
 
 
 def _copy_plain_values(unwrapped: Any, collection: Any) -> Any:

@@ -30,6 +30,7 @@ from fabric.processes.token import LaunchToken
 from fabric.strategies.launchers.external import StartedRank
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.utilities.apply_func import move_data_to_device
+from fabric.utilities.seed import give_seeding, take_seeding
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class MultiprocessingLauncher(Launcher):
         pipes = Pipes(self._job(), mailbox=mailbox, records=records)
         receiver, sender = multiprocessing.Pipe(duplex=False)
         try:
-            children = self._start_all(pipes, sender, _Work(enter, args, kwargs))
+            children = self._start_all(pipes, sender, _Work(enter, args, kwargs, take_seeding()))
             pipes.close_given()
             sender.close()
             result = _Result(receiver)
@@ -164,6 +165,7 @@ class _Work:
     enter: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    seeding: dict[str, Any] | None
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ def _run_rank(start_method: str, place: _Place, work: _Work, threads: int | None
     """The whole life of a rank."""
     if threads is not None:
         torch.set_num_threads(threads)  # first: a fork of a process that has used OpenMP hangs with more than one
+    give_seeding(work.seeding)
     os.setsid()
     token = place.own_token(forked=start_method == "fork")
     place.close()

@@ -57,6 +57,11 @@ class SubprocessLauncher(Launcher):
         if self._supervisor is not None:
             self._supervisor.uninstall()
 
+    @classmethod
+    def launched_environment(cls) -> ClusterEnvironment | None:
+        """The job that this process has started, as it sees it; None where it has started none."""
+        return None if cls._active is None else cls._active._environment
+
     def _validate_same_world(self, other: ClusterEnvironment) -> None:
         if other.world_size() != self._environment.world_size():
             raise RuntimeError(

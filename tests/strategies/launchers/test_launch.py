@@ -68,7 +68,7 @@ def test_a_second_fabric_joins_the_same_world(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [fact["sum"] for fact in facts] == [2.0, 2.0]
-    assert "asks for 3 processes" in facts[0]["other"]
+    assert "devices=3" in facts[0]["other"]
     assert "devices=3" in facts[1]["other"]
 
 
