@@ -46,7 +46,7 @@ def _row(what: str, name: str, times: dict[str, list[float]]) -> Row:
 def _peak_rows(what: str, peaks: dict[str, float]) -> list[Row]:
     rows = []
     for name, peak in peaks.items():
-        limit = peaks["raw"] + 8  # MB: what differs from run to run
+        limit = peaks["raw"] + 8  # MB: pages that the allocator happens to keep
         bound = (f"{peaks['raw']:.0f} MB by hand", peak <= limit) if name == "fabric" else ("", None)
         if name != "raw":
             rows.append(Row(f"memory peak of {what} over the state's own", NAMES[name], f"{peak:.0f} MB", *bound))
@@ -141,9 +141,12 @@ JOBS: dict[str, Callable[..., tuple[Any, Any]]] = {
 
 
 def _peak(name: str, what: str) -> float:
-    """MB that the process grows by at most during one save or load, in a process of its own (Linux; else 0)."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(_measure_peak, name, what).result()
+    """MB that the process grows by at most during one save or load (Linux; else 0): the median of five processes."""
+    peaks = []
+    for _ in range(5):
+        with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+            peaks.append(pool.submit(_measure_peak, name, what).result())
+    return statistics.median(peaks)
 
 
 def _measure_peak(name: str, what: str) -> float:

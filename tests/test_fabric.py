@@ -1003,3 +1003,63 @@ def test_the_constructor_and_setup_leave_cuda_alone():
     code = "import torch; from fabric import Fabric; f = Fabric(); print(torch.cuda.is_initialized())"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout == "False\n"
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Set up once; optimizers with a past; plugins of another device
+# --------------------------------------------------------------------------------------------------------------------
+def test_the_same_objects_are_set_up_once():
+    fabric = one()
+    net, optimizer = linear_and_sgd()
+    wrapped = fabric.setup(net, optimizer)
+    with raises(
+        ValueError, "This module was set up before. `fabric.setup(model, ...)` takes each module once, as you made it."
+    ):
+        fabric.setup(net)
+    with raises(ValueError, "This optimizer was set up before. Each optimizer is set up once, as you made it."):
+        fabric.setup_optimizers(optimizer)
+    del wrapped  # nobody uses that any more
+    fabric.setup(net, optimizer)
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("64-true", torch.float64), ("bf16-true", torch.bfloat16)])
+def test_the_state_of_an_optimizer_follows_its_parameters(precision, dtype):
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    group = optimizer.param_groups[0]
+    fabric = one(precision=precision)
+    model, wrapped = fabric.setup(net, optimizer)
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {dtype}
+    assert wrapped.param_groups[0] is group
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    wrapped.step()
+
+
+def test_a_precision_made_for_another_device():
+    text = (
+        "`Fabric(plugins=MixedPrecision(...))` was made for `cuda`, but the devices are `cpu`."
+        " Make it with `device='cpu'`."
+    )
+    with raises(ValueError, text):
+        one(plugins=MixedPrecision("bf16-mixed", "cuda"))
+
+
+def test_loggers_are_loggers():
+    text = (
+        "`Fabric(loggers=...)` takes `Logger` objects, but got `str`. Write `Fabric(loggers=CSVLogger('logs'))`, or"
+        " subclass `fabric.loggers.Logger`."
+    )
+    with raises(TypeError, text):
+        one(loggers="csv")
+
+
+def test_clip_gradients_takes_a_module_and_its_optimizer():
+    fabric = one()
+    model, optimizer = fabric.setup(*linear_and_sgd())
+    text = (
+        "`fabric.clip_gradients(module, optimizer, ...)` takes a module and its optimizer, but got `Linear` and `list`."
+    )
+    with raises(TypeError, text.replace("Linear", "_FabricModule")):
+        fabric.clip_gradients(model, [optimizer], max_norm=1.0)

@@ -38,9 +38,9 @@ class Terminal:
         """What has been shown, once `text` is part of what is new."""
         start, end = len(self.shown), time.monotonic() + bound
         while text.encode() not in self.shown[start:]:
-            if not select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0]:
+            ready = select.select([self._fd], [], [], max(0.0, end - time.monotonic()))[0]
+            if not ready or not self._read():
                 raise AssertionError(f"`{text}` is not shown:\n{self.shown.decode()}")
-            self._read()
         return self.shown[start:].decode()
 
     def wait(self) -> int:

@@ -700,3 +700,61 @@ def test_a_custom_scaler_reaches_the_wrapper():
     fabric.backward(model(torch.ones(1, 4)).sum())
     assert scaler.get_scale() == 8.0
     assert torch.allclose(model.scale.grad, 8 * model(torch.ones(1, 4)).sum().detach(), rtol=1e-2)
+
+
+class Versioned(nn.Linear):
+    """Translates files of its first version."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *args):
+        if local_metadata.get("version") != 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].T
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+
+
+def test_loading_keeps_the_versions_of_modules():
+    model = Fabric(accelerator="cpu", devices=1).setup(nn.Sequential(Versioned(2, 2), nn.BatchNorm1d(2)))
+    state = model.state_dict()
+    expected = {name: value.clone() for name, value in state.items()}
+    model.load_state_dict(state)
+    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    del state["1.num_batches_tracked"]
+    with pytest.raises(RuntimeError, match="num_batches_tracked"):
+        model.load_state_dict(state)
+
+
+def test_buffers_have_plain_names_too():
+    net = nn.Sequential(torch.compile(nn.BatchNorm1d(2), backend="eager"))
+    model = Fabric(accelerator="cpu", devices=1).setup(net)
+    assert [name for name, _ in model.named_buffers()] == list(model.state_dict())[2:]
+
+
+class Named(nn.Linear):
+    def forward(self, x, method=1, call=1):
+        return super().forward(x) * method * call
+
+    def training_step(self, x, method=1, call=1):
+        return self(x, method, call)
+
+
+def _any_keyword(context):
+    model = context.fabric(strategy="ddp", precision="bf16-mixed").setup(Named(1, 1))
+    x = torch.ones(1, 1)
+    for function in (model, model.training_step):
+        torch.testing.assert_close(function(x, method=2, call=3), function(x) * 6)
+
+
+@pytest.mark.ranks
+def test_any_keyword_reaches_the_users_method():
+    run_ranks(2, _any_keyword)
+
+
+def test_torch_compile_of_a_model_that_was_set_up_is_known():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    compiled = torch.compile(fabric.setup(nn.Linear(1, 1)), backend="eager")
+    assert is_wrapped(compiled)
+    with fabric.no_backward_sync(compiled):
+        fabric.backward(compiled(torch.ones(1, 1)).sum(), model=compiled)
+    with pytest.raises(ValueError, match=r"^This module was set up before"):
+        fabric.setup(compiled)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -183,8 +184,32 @@ def test_a_closure_under_a_scaler_raises():
 
 
 def test_mps_has_no_float64():
-    text = (
-        "`precision='64-true'` can't run on MPS, which has no float64. Choose '32-true', or `Fabric(accelerator='cpu')`."
-    )
+    text = "`precision='64-true'` can't run on MPS, which has no float64. Choose '32-true', or `Fabric(accelerator='cpu')`."
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         create_precision("64-true", "mps")
+
+
+def test_loading_in_the_middle_of_a_run_starts_a_new_round():
+    precision = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=8.0))
+    saved = precision.state_dict()
+    parameter, optimizer = _parameter(1.0)
+    for finish in (precision.unscale_gradients, precision.optimizer_step):
+        optimizer.zero_grad()
+        precision.backward((parameter * 0.5).sum(), None)
+        finish(optimizer)
+        precision.load_state_dict(saved)  # back to an earlier checkpoint
+    optimizer.zero_grad()
+    precision.backward((parameter * 0.5).sum(), None)
+    precision.unscale_gradients(optimizer)
+    precision.optimizer_step(optimizer)
+    assert parameter.item() == 0.0
+
+
+def test_frozen_dataclasses_are_cast_too():
+    @dataclass(frozen=True)
+    class Output:
+        logits: torch.Tensor
+        name: str
+
+    output = MixedPrecision("bf16-mixed", "cpu").convert_output(Output(torch.ones(1, dtype=torch.bfloat16), "a"))
+    assert (output.logits.dtype, output.name) == (torch.float32, "a")

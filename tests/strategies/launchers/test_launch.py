@@ -116,3 +116,42 @@ def test_an_overridden_run_launches(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "RESULT\n"
     assert [(fact["sum"], fact["x"]) for fact in facts] == [(2.0, 7), (2.0, 7)]
+
+
+def test_a_second_fabric_that_says_nothing_joins_too(tmp_path: Path) -> None:
+    done, facts = run(
+        tmp_path,
+        """
+        Fabric(accelerator="cpu", devices=2).launch()
+        second = Fabric(accelerator="cpu")
+        second.launch()
+        write(second, sum=second.all_reduce(torch.ones(1), reduce_op="sum").item(), why=second.plan.environment.reason)
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [fact["sum"] for fact in facts] == [2.0, 2.0]
+    assert facts[0]["why"] == "this process has launched before"
+
+
+@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
+def test_seeds_reach_the_ranks(tmp_path: Path, strategy: str) -> None:
+    done, facts = run(
+        tmp_path,
+        f"""
+        import random
+        from fabric.utilities.seed import workers_are_seeded
+
+        def draw(fabric):
+            write(fabric, drawn=[random.random(), torch.rand(1).item()], seed=torch.initial_seed(), w=workers_are_seeded())
+
+        if __name__ == "__main__":
+            fabric = Fabric(accelerator="cpu", devices=2, strategy={strategy!r})
+            fabric.seed_everything(7, workers=True)
+            torch.rand(3)
+            fabric.launch(draw)
+            print(json.dumps([random.random(), torch.rand(1).item()]))
+        """,
+    )
+    assert done.returncode == 0, done.stderr
+    assert [fact["drawn"] for fact in facts] == [json.loads(done.stdout)] * 2
+    assert [(fact["seed"], fact["w"]) for fact in facts] == [(7, True)] * 2
