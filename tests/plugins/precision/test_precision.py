@@ -184,7 +184,8 @@ def test_a_closure_under_a_scaler_raises():
 
 
 def test_mps_has_no_float64():
-    text = "`precision='64-true'` can't run on MPS, which has no float64. Choose '32-true', or `Fabric(accelerator='cpu')`."
+    text = "`precision='64-true'` can't run on MPS, which has no float64."
+    text += " Choose '32-true', or `Fabric(accelerator='cpu')`."
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         create_precision("64-true", "mps")
 

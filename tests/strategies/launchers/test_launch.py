@@ -142,7 +142,8 @@ def test_seeds_reach_the_ranks(tmp_path: Path, strategy: str) -> None:
         from fabric.utilities.seed import workers_are_seeded
 
         def draw(fabric):
-            write(fabric, drawn=[random.random(), torch.rand(1).item()], seed=torch.initial_seed(), w=workers_are_seeded())
+            drawn = [random.random(), torch.rand(1).item()]
+            write(fabric, drawn=drawn, seed=torch.initial_seed(), workers=workers_are_seeded())
 
         if __name__ == "__main__":
             fabric = Fabric(accelerator="cpu", devices=2, strategy={strategy!r})
@@ -154,4 +155,4 @@ def test_seeds_reach_the_ranks(tmp_path: Path, strategy: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert [fact["drawn"] for fact in facts] == [json.loads(done.stdout)] * 2
-    assert [(fact["seed"], fact["w"]) for fact in facts] == [(7, True)] * 2
+    assert [(fact["seed"], fact["workers"]) for fact in facts] == [(7, True)] * 2
