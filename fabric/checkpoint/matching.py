@@ -17,6 +17,11 @@ from fabric.checkpoint.tree import at, holds_stateful, is_stateful
 from fabric.utilities.parameter_names import under_own_names
 from fabric.utilities.types import PathLike
 
+# What PyTorch's own optimizers keep in each parameter's shape.
+_SHAPED_LIKE_THE_PARAMETER = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "square_avg", "grad_avg", "acc_delta", "exp_inf")
+)
+
 
 class Matching:
     """Collects what is to be restored and what stands in the way.
@@ -114,11 +119,11 @@ class Matching:
                 self._match_shape(where, name, state_dict[name], expected[name])
         self.actions.append(partial(self._access.load_module_state_dict, module, state_dict, strict=self._strict))
 
-    def _match_shape(self, where: str, name: str, new: Any, old: Any) -> None:
+    def _match_shape(self, where: str, name: str, new: Any, old: Any, owner: str = "in the module") -> None:
         if isinstance(old, Tensor) and not isinstance(new, Tensor):
             self._differences.mismatched(where, f"a {type(new).__name__} in the file", "a tensor in the module", name)
         elif isinstance(old, Tensor) and not is_lazy(old) and new.shape != old.shape:
-            in_file, here = f"{tuple(new.shape)} in the file", f"{tuple(old.shape)} in the module"
+            in_file, here = f"{tuple(new.shape)} in the file", f"{tuple(old.shape)} {owner}"
             self._differences.mismatched(where, in_file, here, name)
 
     def _match_optimizer(self, optimizer: Optimizer, value: Mapping[str, Any], where: str) -> None:
@@ -133,7 +138,18 @@ class Matching:
             self._differences.mismatched(
                 where, f"groups of {sizes} parameters in the file", f"groups of {here} parameters in the optimizer"
             )
+        else:
+            self._match_optimizer_shapes(optimizer, value, where)
         self.actions.append(partial(self._access.load_optimizer_state, optimizer, value))
+
+    def _match_optimizer_shapes(self, optimizer: Optimizer, value: Mapping[str, Any], where: str) -> None:
+        """Only entries that are known to have their parameter's shape: other optimizers keep factors of it, say."""
+        ids = [number for group in value["param_groups"] for number in group["params"]]
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, parameter in zip(ids, parameters, strict=True):
+            for name, entry in value["state"].get(number, {}).items():
+                if name in _SHAPED_LIKE_THE_PARAMETER and isinstance(entry, Tensor) and entry.dim():
+                    self._match_shape(where, f"{name} of parameter {number}", entry, parameter, "of the parameter")
 
     def _match_parameter(self, target: Parameter, value: Tensor, where: str) -> None:
         """Replacing a parameter would cut it off from its optimizer."""

@@ -492,3 +492,25 @@ def test_a_plugin_of_the_users_is_asked(tmp_path: Path) -> None:
     state = {"step": 0}
     load("a", state, access=WITH["access"], io=io, weights_only=False)
     assert state == {"step": 3}
+
+
+def test_the_shapes_of_an_optimizers_state_are_compared(tmp_path: Path) -> None:
+    def trained(size: int) -> torch.optim.Adam:
+        net = nn.Linear(size, 1)
+        optimizer = torch.optim.Adam(net.parameters())
+        net(torch.ones(1, size)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    path = tmp_path / "a.ckpt"
+    save(path, {"optimizer": trained(2)}, **WITH)
+    optimizer = trained(3)
+    before = {key: value.clone() for key, value in optimizer.state_dict()["state"][0].items()}
+    text = (
+        f"`{path}` does not match what is to be restored. Nothing was changed.\n"
+        '  mismatched  state["optimizer"]: exp_avg of parameter 0: (1, 2) in the file, (1, 3) of the parameter\n'
+        '  mismatched  state["optimizer"]: exp_avg_sq of parameter 0: (1, 2) in the file, (1, 3) of the parameter'
+    )
+    with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
+        load(path, {"optimizer": optimizer}, **WITH)
+    assert all(torch.equal(optimizer.state_dict()["state"][0][key], value) for key, value in before.items())
