@@ -934,7 +934,7 @@ class TestOnRanks:
 # --------------------------------------------------------------------------------------------------------------------
 def run_script(tmp_path, text, *, timeout=200):
     (tmp_path / "main.py").write_text(text)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": ""}  # a line of a rank is one write
     command = [sys.executable, "main.py"]
     return subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=timeout)
 

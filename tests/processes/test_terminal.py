@@ -71,7 +71,8 @@ DEBUGGED = """
 if launch() == 0:
     wait_for("ready-1")
     breakpoint()
-    time.sleep(30)
+    for _ in range(300):
+        time.sleep(0.1)
 else:
     breakpoint()  # goes on
     say("ready-1")
