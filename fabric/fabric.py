@@ -10,7 +10,6 @@ from typing import Any, TypeVar, cast, overload
 from weakref import ref
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -30,7 +29,7 @@ from fabric.strategies import Strategy
 from fabric.strategies.launchers import SubprocessLauncher, create_launcher
 from fabric.strategies.reduction import ReduceOp
 from fabric.strategies.turns import first_ranks_first
-from fabric.utilities.apply_func import convert_tensors_to_scalars
+from fabric.utilities.apply_func import apply_to_tensors, convert_tensors_to_scalars
 from fabric.utilities.seed import collect_rng_states, seed_everything, set_rng_states
 from fabric.wrappers import (
     SetUpObjects,
@@ -332,7 +331,7 @@ class Fabric:
         self._require_launch("setup_dataloaders")
         validation._validate_dataloaders(dataloaders)
         seeds = self._strategy.broadcast([sampling_seed(loader) for loader in dataloaders])
-        move = self._strategy.batch_to_device if move_to_device else None
+        move = self._strategy.batch_to_device if move_to_device and self._strategy.moves_batches else None
         wrapped = []
         for loader, seed in zip(dataloaders, seeds, strict=True):
             if use_distributed_sampler:
@@ -472,7 +471,7 @@ class Fabric:
         def apply(value: Tensor | float) -> Tensor:
             return function(torch.as_tensor(value, device=self.device))
 
-        return apply_to_collection(data, (Tensor, int, float), apply)
+        return apply_to_tensors(data, apply, number=apply)
 
     def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
         """Rank 0 runs the block first, the others afterwards; if it fails there, every rank raises.

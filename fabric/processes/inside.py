@@ -5,7 +5,6 @@ import atexit
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -14,12 +13,19 @@ from types import TracebackType
 from typing import Protocol
 
 from fabric.processes.child import Child
+from fabric.processes.errors import record_of
 from fabric.processes.forks import in_forked_children
 from fabric.processes.mailbox import Closing, Mailbox, Reported
-from fabric.processes.main_thread import ASKING, MainThread, RankFailed, interrupt_is_for_debugger
-from fabric.processes.record import Record, Records
+from fabric.processes.main_thread import (
+    ASKING,
+    MainThread,
+    RankFailed,
+    interrupt_is_for_debugger,
+    leave_signals_to_main_thread,
+)
+from fabric.processes.record import Records, host_name
 from fabric.processes.screen import error_stream, show
-from fabric.processes.supervisor import FAILURE_GRACE, INTERRUPT_GRACE, Supervisor
+from fabric.processes.supervisor import FAILURE_GRACE, INTERRUPT_GRACE, WAKE_AFTER, Supervisor
 from fabric.processes.verdict import Failure, person, signal_report
 
 
@@ -113,15 +119,16 @@ class InsideSupervisor(Supervisor):
     # -- in the supervising thread
 
     def _on_signal(self, signum: int) -> None:
-        self._main.deliver(signum)
+        self._main.forward(signum)
         if signum in ASKING and signum != signal.SIGINT:
             self.ask_to_end(signum)
+            self.check_at = time.monotonic() + WAKE_AFTER
         elif signum == signal.SIGINT and self.asked:
             self.forced = True
         elif signum == signal.SIGINT and not interrupt_is_for_debugger():
             self.ask_to_end(signum)
             self._interrupted_at = time.monotonic()
-            self.check_at = self._interrupted_at + INTERRUPT_GRACE
+            self.check_at = self._interrupted_at + WAKE_AFTER
 
     def _on_report(self, what: int) -> None:
         if what == signal.SIGINT:  # KeyboardInterrupt has left rank 0's script
@@ -130,8 +137,16 @@ class InsideSupervisor(Supervisor):
             self.check_at = time.monotonic() + FAILURE_GRACE
 
     def _on_check(self) -> None:
-        # Where the main thread is in a collective, only the end of the others ends it.
-        self.forced = self._has_unwound or self._main.ignores_interrupt(self._interrupted_at)
+        in_grace = time.monotonic() < self._interrupted_at + INTERRUPT_GRACE
+        if self._has_unwound:
+            self.forced = True
+        elif self.asked != signal.SIGINT:
+            self._main.wake()
+        elif self._main.ignores_interrupt(self._interrupted_at):
+            # Where the main thread is in a collective, only the end of the others ends it.
+            self.forced = not in_grace
+            self.check_at = self._interrupted_at + INTERRUPT_GRACE
+            self._main.wake()
 
     def _ended_here(self) -> bool:
         if not self.other_machines or self._machines is None or self._ended_by_signal():
@@ -145,6 +160,7 @@ class InsideSupervisor(Supervisor):
         return bool(self.asked) and (self._main.unwound or any(ended.code for ended in self.ended))
 
     def _supervise(self) -> None:
+        leave_signals_to_main_thread()
         failure = self.watch()
         finished = not (failure or self._open or self.running)
         self.end()
@@ -162,7 +178,7 @@ class InsideSupervisor(Supervisor):
             return self._machines.settle(failure)
         if self.asked and self.other_machines:
             how = f"{signal.Signals(self.asked).name} from outside"
-            self._machines.settle(Failure(self._rank, socket.gethostname(), os.getpid(), 128 + self.asked, how))
+            self._machines.settle(Failure(self._rank, host_name(), os.getpid(), 128 + self.asked, how))
         return None
 
     def _end_script(self) -> None:
@@ -208,7 +224,7 @@ class InsideSupervisor(Supervisor):
             if isinstance(error, KeyboardInterrupt):
                 self.mailbox.put(Reported(signal.SIGINT))
             else:
-                self.add_own(Record.of(error, rank=self._rank))
+                self.add_own(record_of(error, rank=self._rank))
         self._wait_decided()
 
     def _finish(self) -> None:

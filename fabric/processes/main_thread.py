@@ -95,7 +95,7 @@ class MainThread:
     def raise_error(self, error: BaseException) -> None:
         """Raise `error` in the main thread as soon as it runs Python code."""
         self._error = error
-        self._wake()
+        self.wake()
 
     def ignores_interrupt(self, since: float) -> bool:
         """Whether Ctrl-C, which came at `since`, has not reached the main thread: it is in a call that does not return.
@@ -105,23 +105,20 @@ class MainThread:
         handler = signal.getsignal(signal.SIGINT)
         return handler == self._on_interrupt and self._interrupted_at < since - _CLOSE
 
-    def deliver(self, signum: int) -> None:
-        """See to it that a signal that was written to the pipe takes effect.
-
-        The system may have given it to another thread; then the main thread would sleep on, where it sleeps. And
-        whoever watched the signals before us may want it too.
-        """
-        if not self.installed or signum == _WAKE:
-            return
-        self._wake()
-        if self._old_writer >= 0:
+    def forward(self, signum: int) -> None:
+        """Hand a signal on to whoever watched the signals before us."""
+        if self.installed and self._old_writer >= 0:
             with contextlib.suppress(OSError):
                 os.write(self._old_writer, bytes([signum]))
 
     def _handle(self, signum: int, handler: Callable[[int, FrameType | None], None]) -> None:
         self._handlers[signum] = (handler, signal.signal(signum, handler))
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Let the main thread handle its signals, where it sleeps because another thread got them.
+
+        Not at once: Python's line editing breaks where a handler runs between Ctrl-C and its `KeyboardInterrupt`.
+        """
         if self.installed:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
@@ -144,6 +141,11 @@ class MainThread:
 
     def _on_told(self, signum: int, frame: FrameType | None) -> None:
         """The pipe has it."""
+
+
+def leave_signals_to_main_thread() -> None:
+    """In a thread of ours: where the main thread sleeps, a signal wakes it only if that thread itself gets it."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, (*ASKING, _WAKE))
 
 
 def is_wake(signum: int) -> bool:

@@ -81,11 +81,12 @@ class OutsideSupervisor(Supervisor):
         self._main.uninstall()
 
     def _on_signal(self, signum: int) -> None:
-        self._main.deliver(signum)
+        self._main.forward(signum)
         if signum not in ASKING:
             return
         if signum == signal.SIGINT and self.asked:
-            self.forced = True
+            # Rank 0, at the same terminal, may have told of this very Ctrl-C before it arrived here.
+            self.forced = not self._shares_terminal or time.monotonic() > self.asked_at + _ANSWER
         elif signum == signal.SIGINT and self._shares_terminal and self._first in self.running:
             self.check_at = time.monotonic() + _ANSWER
         else:

@@ -14,6 +14,7 @@ import traceback as tracebacks
 from collections.abc import Callable
 from types import TracebackType
 
+from fabric.processes.errors import record_of
 from fabric.processes.forks import in_forked_children
 from fabric.processes.mailbox import IN_DEBUGGER, RECORDED, Closing, Gone, Mailbox, Signalled, tell
 from fabric.processes.main_thread import (
@@ -22,10 +23,11 @@ from fabric.processes.main_thread import (
     RankFailed,
     interrupt_is_for_debugger,
     is_wake,
+    leave_signals_to_main_thread,
 )
 from fabric.processes.record import Record, Records
 from fabric.processes.screen import show
-from fabric.processes.supervisor import FAILURE_GRACE, INTERRUPT_GRACE
+from fabric.processes.supervisor import FAILURE_GRACE, INTERRUPT_GRACE, WAKE_AFTER
 from fabric.processes.token import LaunchToken
 
 _PR_SET_PDEATHSIG = 1
@@ -60,7 +62,7 @@ class Rank:
         self._excepthook = sys.excepthook
         self._failed = False
         self._hooked = False
-        # Kept to the end, so that each side sees the other one end.
+        # Kept to the end of the script, so that each side sees the other one end.
         self._port_fd = os.dup(token.port_fd) if token.port_fd is not None else None
 
     def install(self) -> None:
@@ -91,10 +93,14 @@ class Rank:
         if interrupted and self._is_first:  # at the terminal: that is no failure, but the end of the job
             self._tell_signal(signal.SIGINT)
             return
-        record = Record.of(error, rank=self._token.rank, signal=signal.SIGINT if interrupted else 0)
+        record = record_of(error, rank=self._token.rank, signal=signal.SIGINT if interrupted else 0)
         if record.felt:
             self._wait_if_launcher_gone()
         self._tell_record(record)
+
+    def give_up(self) -> None:
+        """End without leaving the group or waiting for anybody."""
+        self._failed = True
 
     def _forget(self) -> None:
         self.uninstall()
@@ -103,10 +109,11 @@ class Rank:
     # -- in the watching thread
 
     def _watch(self) -> None:
+        leave_signals_to_main_thread()
         while True:
             match self._mailbox.get(self._check_at):
                 case None:
-                    self._give_up_waiting()
+                    self._check()
                 case Gone():
                     self._end_without_launcher()
                 case Signalled(signum):
@@ -115,25 +122,34 @@ class Rank:
                     return
 
     def _on_signal(self, signum: int) -> None:
-        self._main.deliver(signum)
+        self._main.forward(signum)
         if is_wake(signum) or signum not in ASKING:
             return
         if signum == signal.SIGINT and interrupt_is_for_debugger():
             self._tell_signal(IN_DEBUGGER)
             return
         self._tell_signal(signum)
+        self._check_at = time.monotonic() + WAKE_AFTER
         if signum == signal.SIGINT:
             self._interrupted_at = time.monotonic()
-            # The others end first, which may free the first rank from a collective.
-            self._check_at = time.monotonic() + INTERRUPT_GRACE * (2 if self._is_first else 1)
 
-    def _give_up_waiting(self) -> None:
-        """Ctrl-C did not reach the script: the main thread is in a call that does not return."""
+    def _check(self) -> None:
+        """Some time after a signal: has it reached the script?"""
         self._check_at = None
-        if not self._main.ignores_interrupt(self._interrupted_at):
-            return
+        if not self._interrupted_at:
+            self._main.wake()
+        elif self._main.ignores_interrupt(self._interrupted_at):
+            # The others end first, which may free the first rank from a collective.
+            end = self._interrupted_at + INTERRUPT_GRACE * (2 if self._is_first else 1)
+            if time.monotonic() >= end:
+                self._end_interrupted()
+            self._main.wake()
+            self._check_at = end
+
+    def _end_interrupted(self) -> None:
+        """Ctrl-C did not reach the script: the main thread is in a call that does not return."""
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
-        record = Record.of(KeyboardInterrupt(), rank=self._token.rank, signal=signal.SIGINT)
+        record = record_of(KeyboardInterrupt(), rank=self._token.rank, signal=signal.SIGINT)
         stack = "".join(tracebacks.format_stack(frame)) if frame is not None else ""
         self._tell_record(Record(**{**record.__dict__, "traceback": f"{stack}{record.summary}\n"}))
         os._exit(128 + signal.SIGINT)
@@ -173,19 +189,20 @@ class Rank:
         if not self._failed:
             self._records.mark_end(self._token.rank)
             self._leave()
-            self._wait_for_guests()
+            self._part()
         self.uninstall()
 
-    def _wait_for_guests(self) -> None:
-        """The host of the store goes last: its end of the port pipe reports an error once all others have closed it."""
-        if self._port_fd is None or not self._is_first or self._token.world_size == 1:
+    def _part(self) -> None:
+        """The host of the store goes last: its end of the port pipe reports an error once the others closed theirs."""
+        if self._port_fd is None:
             return
-        poll = select.poll()
-        poll.register(self._port_fd, 0)
-        while True:
-            with contextlib.suppress(KeyboardInterrupt):  # the launcher has it too
+        if self._is_first and self._token.world_size > 1:
+            poll = select.poll()
+            poll.register(self._port_fd, 0)
+            with contextlib.suppress(KeyboardInterrupt):  # of a handler of the user's
                 poll.poll()
-                return
+        os.close(self._port_fd)
+        self._port_fd = None
 
     def _wait_if_launcher_gone(self) -> None:
         """An error that the launcher's own end may have caused: where it did, that is what is to be said."""

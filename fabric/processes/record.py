@@ -1,23 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank leaves behind for its launcher: why it failed, or that it came to its end."""
 
+import contextlib
 import json
 import os
-import re
-import shutil
-import socket
-import tempfile
 import time
-import traceback
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-
-# What PyTorch's backends say where another process went away.
-_LOST_PEER = re.compile(
-    r"connection|closed by peer|reset by peer|broken pipe|socket|remote (process|worker|peer)|time[d ]*out|unreachable"
-    r"|failed to recv|ncclRemoteError|rank 0 is gone",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True)
@@ -46,34 +34,10 @@ class Record:
     lost_peer: bool = False
     signal: int = 0
 
-    @classmethod
-    def of(cls, error: BaseException, *, rank: int, signal: int = 0) -> "Record":
-        """The record of an exception that nobody caught."""
-        return cls(
-            rank=rank,
-            host=socket.gethostname(),
-            pid=os.getpid(),
-            time=time.time(),
-            summary="".join(traceback.format_exception_only(type(error), error)).strip(),
-            traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
-            felt=any(isinstance(cause, (RuntimeError, OSError, EOFError)) for cause in _causes(error)),
-            lost_peer=any(_says_lost_peer(cause) for cause in _causes(error)),
-            signal=signal,
-        )
 
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__ or error.__context__
-
-
-def _says_lost_peer(error: BaseException) -> bool:
-    if isinstance(error, (ConnectionError, EOFError, TimeoutError)):
-        return True
-    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+def host_name() -> str:
+    """The name of this machine."""
+    return os.uname().nodename
 
 
 class Records:
@@ -84,7 +48,10 @@ class Records:
 
     @classmethod
     def create(cls) -> "Records":
-        return cls(tempfile.mkdtemp(prefix="fabric-"))
+        # As `tempfile.mkdtemp` does, which takes as long to import as all of supervision.
+        directory = os.path.join(os.environ.get("TMPDIR") or "/tmp", f"fabric-{os.getpid()}-{time.time_ns()}")
+        os.mkdir(directory, mode=0o700)
+        return cls(directory)
 
     def write(self, record: Record) -> None:
         """Leave a record, whole or not at all. Where the directory is gone, so is the launcher that would read it."""
@@ -131,7 +98,15 @@ class Records:
         return True
 
     def remove(self) -> None:
-        shutil.rmtree(self.directory, ignore_errors=True)
+        """Take the directory away, first from those who may still write into it."""
+        with contextlib.suppress(OSError):
+            os.rename(self.directory, f"{self.directory}-ended")
+            self.directory = f"{self.directory}-ended"
+        for name in self._names(""):
+            with contextlib.suppress(OSError):
+                os.unlink(os.path.join(self.directory, name))
+        with contextlib.suppress(OSError):
+            os.rmdir(self.directory)
 
     def _names(self, ending: str) -> list[str]:
         try:

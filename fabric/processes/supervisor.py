@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from fabric.processes.child import Child
 from fabric.processes.mailbox import RECORDED, Closing, Elsewhere, Event, Mailbox, Remote, Reported, Signalled
+from fabric.processes.main_thread import leave_signals_to_main_thread
 from fabric.processes.record import Record, Records
 from fabric.processes.verdict import Ended, Failure, Sight, first_failure
 
@@ -17,6 +18,8 @@ from fabric.processes.verdict import Ended, Failure, Sight, first_failure
 FAILURE_GRACE = 1.0
 # Seconds after Ctrl-C within which a rank's main thread has to be back in Python.
 INTERRUPT_GRACE = 2.0
+# Seconds after which a main thread that sleeps through a signal is woken.
+WAKE_AFTER = 0.3
 
 
 def read_grace(environ: Mapping[str, str]) -> float:
@@ -63,6 +66,7 @@ class Supervisor(ABC):
         self.running = {child.rank: child for child in children}
         self.ended: list[Ended] = []
         self.asked = 0
+        self.asked_at = 0.0
         self.forced = False
         self.other_machines = False
         self.check_at: float | None = None
@@ -118,7 +122,8 @@ class Supervisor(ABC):
         if self.asked:
             return
         self.asked = signum
-        self._deadline = time.monotonic() + self._grace
+        self.asked_at = time.monotonic()
+        self._deadline = self.asked_at + self._grace
         for child in list(self.running.values()):
             if child.rank != spare:
                 child.send(signum)
@@ -171,6 +176,7 @@ class Supervisor(ABC):
         """The clock is at `check_at`."""
 
     def _wait(self, child: Child) -> None:
+        leave_signals_to_main_thread()
         pid = os.getpid()
         ended = child.wait()
         if os.getpid() == pid:

@@ -2,11 +2,10 @@
 """Which rank failed first: a pure function of what was seen."""
 
 import signal
-import socket
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from fabric.processes.record import Record
+from fabric.processes.record import Record, host_name
 
 # A death noticed up to this many seconds after the first record came before it: the others only felt it.
 SETTLE = 1.0
@@ -122,7 +121,7 @@ def _expected(ended: Ended, asked: int) -> bool:
 
 
 def _of_death(death: Ended) -> Failure:
-    return Failure(death.rank, socket.gethostname(), death.pid, _shell_code(death.code), describe_code(death.code))
+    return Failure(death.rank, host_name(), death.pid, _shell_code(death.code), describe_code(death.code))
 
 
 def _of_record(record: Record, ended: Sequence[Ended]) -> Failure:
@@ -165,7 +164,7 @@ def signal_report(signum: int, *, who: str) -> str:
 
 def person(rank: int, pid: int) -> str:
     """A rank of this machine, for messages."""
-    return f"rank {rank} on host `{socket.gethostname()}` (pid {pid})"
+    return f"rank {rank} on host `{host_name()}` (pid {pid})"
 
 
 def _signal_name(signum: int) -> str:

@@ -3,16 +3,16 @@
 
 from abc import ABC
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
 
 from fabric.strategies.reduction import ReduceOp, copied, finished, validated
 from fabric.strategies.strategy import Strategy
+from fabric.utilities.apply_func import apply_to_tensors
 
 T = TypeVar("T")
 
@@ -146,9 +146,8 @@ class ParallelStrategy(Strategy, ABC):
         if self.root_device.type == "cpu":
             return obj
         own = self.root_device
-        return apply_to_collection(  # type: ignore[no-any-return]
-            obj, Tensor, lambda tensor: tensor.to(own) if tensor.device.type == own.type else tensor
-        )
+        moved = apply_to_tensors(obj, lambda tensor: tensor.to(own) if tensor.device.type == own.type else tensor)
+        return cast(T, moved)
 
     @override
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:

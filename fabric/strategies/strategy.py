@@ -188,6 +188,11 @@ class Strategy(ABC):
         """Move a module to the rank's device, in place."""
         module.to(self.root_device)
 
+    @property
+    def moves_batches(self) -> bool:
+        """Whether the batches of a loader, which are made on the CPU, go elsewhere; asked once per loader, at setup."""
+        return self.root_device.type != "cpu" or type(self).batch_to_device is not Strategy.batch_to_device
+
     def batch_to_device(self, batch: Any, device: torch.device | None = None) -> Any:
         """Move the tensors of a batch, a tensor or any nesting of containers, to the rank's (or the given) device."""
         return move_data_to_device(batch, device or self.root_device)

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from fabric.utilities.types import DeviceLike
@@ -55,7 +54,10 @@ def _look_inside(data: Any) -> Any:
 
 
 def apply_to_tensors(
-    data: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any] = _look_inside
+    data: Any,
+    function: Callable[[Tensor], Any],
+    other: Callable[[Any], Any] = _look_inside,
+    number: Callable[[int | float], Any] | None = None,
 ) -> Any:
     """Apply a function to each tensor in nested containers.
 
@@ -67,36 +69,35 @@ def apply_to_tensors(
         data: A tensor or any nesting of containers.
         function: From a tensor to what takes its place.
         other: Called first with what is no tensor, list, tuple or dict itself; `NotImplemented` means to look inside.
+        number: From an `int`, `float` or `bool` to what takes its place; None hands them through.
     """
     kind = type(data)
+    if number is not None and isinstance(data, int | float):
+        return number(data)
     if kind in _LEAVES:
         return data
     if isinstance(data, Tensor):
         return function(data)
     if kind is dict:
-        new = {key: apply_to_tensors(value, function, other) for key, value in data.items()}
+        new = {key: apply_to_tensors(value, function, other, number) for key, value in data.items()}
         return data if _is_same(data.values(), new.values()) else new
     if kind is list or kind is tuple:
-        items = [apply_to_tensors(value, function, other) for value in data]
+        items = [apply_to_tensors(value, function, other, number) for value in data]
         return data if _is_same(data, items) else kind(items)
-    return _apply_to_other(data, function, other)
+    if isinstance(data, type):
+        return data
+    result = other(data)
+    if result is not NotImplemented:
+        return result
+    return _apply_inside(data, lambda value: apply_to_tensors(value, function, other, number))
 
 
 def _is_same(old: Iterable[Any], new: Iterable[Any]) -> bool:
     return all(map(operator.is_, old, new))
 
 
-def _apply_to_other(data: Any, function: Callable[[Tensor], Tensor], other: Callable[[Any], Any]) -> Any:
-    """Objects that look after themselves, and the rarer containers."""
-    if isinstance(data, type):
-        return data
-    result = other(data)
-    if result is not NotImplemented:
-        return result
-
-    def apply(value: Any) -> Any:
-        return apply_to_tensors(value, function, other)
-
+def _apply_inside(data: Any, apply: Callable[[Any], Any]) -> Any:
+    """The rarer containers."""
     for container, rebuild in _CONTAINERS:
         if isinstance(data, container):
             return rebuild(data, apply)
@@ -170,4 +171,4 @@ def convert_tensors_to_scalars(data: Any) -> Any:
             )
         return value.item()
 
-    return apply_to_collection(data, Tensor, to_scalar)
+    return apply_to_tensors(data, to_scalar)

@@ -23,7 +23,7 @@ class Job:
     Args:
         words: The command.
         folder: Its directory; `said` reads the files that its ranks leave there.
-        environ: Variables beyond this process's own.
+        environ: Variables beyond this process's own; an empty one is taken away.
         bound: Seconds that a busy machine may take to start it.
     """
 
@@ -32,7 +32,8 @@ class Job:
         self._mark = uuid.uuid4().hex
         self._end = time.monotonic() + bound
         inherited = {name: value for name, value in os.environ.items() if name not in _CLUSTER}
-        variables = {"OMP_NUM_THREADS": "1", **inherited, **(environ or {}), _MARK: self._mark}
+        variables = {**inherited, "OMP_NUM_THREADS": "1", **(environ or {}), _MARK: self._mark}
+        variables = {name: value for name, value in variables.items() if value}
         self._out = (folder / "stdout.txt").open("wb")
         self._err = (folder / "stderr.txt").open("wb")
         self.process = subprocess.Popen(

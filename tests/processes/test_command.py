@@ -164,9 +164,8 @@ with open(os.path.join(os.environ["FOLDER"], f"rank-{rank}"), "w") as file:
         ["package", "a"],
         ["-m", "cProfile", "-o", "profile.out", "main.py", "a"],
         ["-m", "pdb", "-c", "continue", "-c", "quit", "main.py", "a"],
-        ["-m", "trace", "--count", "-C", "counts", "main.py", "a"],
     ],
-    ids=["flags", "module", "package", "folder", "cProfile", "pdb", "trace"],
+    ids=["flags", "module", "package", "folder", "cProfile", "pdb"],
 )
 def test_a_rank_sees_what_rank_0_saw(tmp_path: Path, words: list[str]) -> None:
     script(tmp_path, RANKS)

@@ -2,7 +2,6 @@
 """Several machines: a store client waits for the failure of any of them, so that all end together."""
 
 import json
-import socket
 import threading
 import time
 from dataclasses import asdict
@@ -13,6 +12,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 
 from fabric.plugins.environments import ClusterEnvironment
 from fabric.processes.mailbox import Elsewhere, Mailbox, Remote
+from fabric.processes.record import host_name
 from fabric.processes.token import LaunchToken
 from fabric.processes.verdict import Failure
 
@@ -129,7 +129,7 @@ def announce_lost_machine(token: LaunchToken) -> None:
     if token.world_size == token.local_world_size or token.node_rank == 0:  # there, the store is gone as well
         return
     rank = token.rank - token.local_rank
-    failure = Failure(rank, socket.gethostname(), token.launcher_pid, 1, "its process is gone")
+    failure = Failure(rank, host_name(), token.launcher_pid, 1, "its process is gone")
     try:
         store = _connect(token.store_host, token.store_port, _AT_ONCE)
         _announce(store, failure, token.world_size // token.local_world_size)

@@ -249,6 +249,10 @@ def _run_rank(start_method: str, place: _Place, work: _Work, threads: int | None
         result = work.enter(LaunchedEnvironment(token), *work.args, **work.kwargs)
         if place.result_to is not None:
             place.result_to.send_bytes(_pickle(result))
+    except SystemExit as error:
+        if error.code:  # a failure, though not an exception: there is nothing to wait for
+            rank.give_up()
+        raise
     except Exception as error:
         rank.fail(error)
         sys.exit(1)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From an exception that nobody caught to the record of it."""
+
+import os
+import re
+import time
+import traceback
+from collections.abc import Iterator
+
+from fabric.processes.record import Record, host_name
+
+# What PyTorch's backends say where another process went away.
+_LOST_PEER = re.compile(
+    r"connection|closed by peer|reset by peer|broken pipe|socket|remote (process|worker|peer)|time[d ]*out|unreachable"
+    r"|failed to recv|ncclRemoteError|rank 0 is gone",
+    re.IGNORECASE,
+)
+
+
+def record_of(error: BaseException, *, rank: int, signal: int = 0) -> Record:
+    """The record of an exception that nobody caught."""
+    return Record(
+        rank=rank,
+        host=host_name(),
+        pid=os.getpid(),
+        time=time.time(),
+        summary="".join(traceback.format_exception_only(type(error), error)).strip(),
+        traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+        felt=any(isinstance(cause, (RuntimeError, OSError, EOFError)) for cause in _causes(error)),
+        lost_peer=any(_says_lost_peer(cause) for cause in _causes(error)),
+        signal=signal,
+    )
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _says_lost_peer(error: BaseException) -> bool:
+    if isinstance(error, (ConnectionError, EOFError, TimeoutError)):
+        return True
+    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
