@@ -49,7 +49,8 @@ class InsideSupervisor(Supervisor):
     """Supervises from a thread of rank 0's process.
 
     The only process-wide things it installs: `sys.excepthook`, an `atexit` callback, a wake-up descriptor for signals,
-    and handlers for SIGURG, and for SIGTERM and SIGHUP where the user has none. `uninstall` takes them away.
+    a handler for SIGURG, and handlers for SIGINT, SIGTERM and SIGHUP where the user has none (Ctrl-C still raises
+    `KeyboardInterrupt`). `uninstall` takes them away.
 
     Args:
         rank: This process's global rank.

@@ -49,7 +49,7 @@ class SubprocessLauncher(Launcher):
         if active is None:
             self._start()
             active = SubprocessLauncher._active = self
-        active._validate_same_world(self._environment)
+        active._validate_can_be_joined(self._environment)
         return enter(active._environment, *args, **kwargs)
 
     @override
@@ -62,7 +62,12 @@ class SubprocessLauncher(Launcher):
         """The job that this process has started, as it sees it; None where it has started none."""
         return None if cls._active is None else cls._active._environment
 
-    def _validate_same_world(self, other: ClusterEnvironment) -> None:
+    def _validate_can_be_joined(self, other: ClusterEnvironment) -> None:
+        if self._supervisor is not None and self._supervisor.ended:
+            raise RuntimeError(
+                "`fabric.launch()`: this process has launched before, and ranks that it started have ended since."
+                " A process launches once: start a process of its own for each job."
+            )
         if other.world_size() != self._environment.world_size():
             raise RuntimeError(
                 f"`Fabric` asks for {other.world_size()} processes, but this process has already started a job of"

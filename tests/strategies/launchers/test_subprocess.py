@@ -49,6 +49,14 @@ def test_a_job(tmp_path: Path) -> None:
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     Path(f"result-{rank}").write_text(json.dumps([total.item(), torch.get_num_threads(), fabric.local_rank]))
+    if rank == 0:
+        while os.path.exists(f"/proc/{Path('ready-1').read_text()}"):
+            time.sleep(0.01)
+        time.sleep(0.1)
+        try:
+            Fabric(accelerator="cpu", devices=2).launch()
+        except RuntimeError as error:
+            Path("refused").write_text(str(error))
     """,
         OMP_NUM_THREADS="",
     )
@@ -56,6 +64,10 @@ def test_a_job(tmp_path: Path) -> None:
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
     assert job.said("result-0") == f"[3.0, {threads}, 0]"
     assert job.said("result-1") == f"[3.0, {threads}, 1]"
+    assert job.said("refused") == (
+        "`fabric.launch()`: this process has launched before, and ranks that it started have ended since."
+        " A process launches once: start a process of its own for each job."
+    )
     assert job.stderr == ""
 
 
