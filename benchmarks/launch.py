@@ -74,7 +74,7 @@ def _ways(directory: Path) -> dict[str, Callable[[], object]]:
     if INSTALLED["lightning"]:
         ways["lightning"] = lambda: _command(sys.executable, directory / "lightning_job.py")
     ways["python main.py"] = lambda: _command(sys.executable, fabric)
-    ways["fabric run"] = lambda: _command(tools / "fabric", "run", fabric)
+    ways["fabric run"] = lambda: _command(tools / "fabric", "run", "--devices", RANKS, fabric)
     return ways
 
 
