@@ -2,11 +2,13 @@
 """The public surface of `Fabric`, in this process and on real ranks."""
 
 import contextlib
+import gc
 import io
 import os
 import re
 import subprocess
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -1063,3 +1065,13 @@ def test_clip_gradients_takes_a_module_and_its_optimizer():
     )
     with raises(TypeError, text.replace("Linear", "_FabricModule")):
         fabric.clip_gradients(model, [optimizer], max_norm=1.0)
+
+
+def test_what_was_set_up_is_not_kept_alive():
+    fabric = one()
+    net, optimizer = linear_and_sgd()
+    model, stepper = fabric.setup(net, optimizer)
+    alive = weakref.ref(net)
+    del net, optimizer, model, stepper
+    gc.collect()
+    assert alive() is None

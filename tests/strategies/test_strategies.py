@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+import re
+
 import pytest
 import torch
 
@@ -78,3 +80,13 @@ def test_dp_calls_any_method_through_the_replicas():
 def test_an_unbound_strategy_says_so():
     with pytest.raises(RuntimeError, match="This `SingleDeviceStrategy` does not know its devices yet"):
         _ = SingleDeviceStrategy().root_device
+
+
+def test_dp_refuses_the_autocast_dtype_that_its_threads_do_not_take():
+    text = (
+        "`strategy='dp'` can't run `precision='bf16-mixed'`: the threads of `torch.nn.DataParallel` take autocast's"
+        " default dtype, float16. Choose 'bf16-true' or '16-mixed', or `strategy='ddp'`."
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
+        DataParallelStrategy().create_precision("bf16-mixed", "cuda")
+    assert DataParallelStrategy().create_precision("16-mixed", "cuda").precision == "16-mixed"
