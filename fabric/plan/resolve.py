@@ -46,11 +46,7 @@ def resolve(
         RuntimeError: For a cluster of which a variable is missing.
     """
     plugins = sort_plugins(arguments.plugins)
-    environment = (
-        _choose_environment(plugins.environment, environ, inventory)
-        if launched is None
-        else Choice(launched, "this process has launched before")
-    )
+    environment = _choose_environment(plugins.environment, environ, inventory, launched)
     accelerator = choose_accelerator(arguments, environ, inventory)
     said = find_strategy(arguments, environ)
     strategy = create_strategy(said) if said else None
@@ -85,19 +81,24 @@ def resolve(
 
 
 def _choose_environment(
-    plugin: ClusterEnvironment | None, environ: Mapping[str, str], inventory: Inventory
+    plugin: ClusterEnvironment | None,
+    environ: Mapping[str, str],
+    inventory: Inventory,
+    launched: ClusterEnvironment | None,
 ) -> Choice[ClusterEnvironment]:
-    """A rank that Fabric started knows its place; else the user's own environment; else what the variables say."""
+    """A process of a job of ours knows its place; else the user's own environment; else what the variables say."""
+    if launched is not None:
+        return Choice(launched, "this process has launched before")
     token = LaunchToken.from_environ(environ, parent_pid=inventory.parent_pid)
     if token is not None:
-        launched = LaunchedEnvironment(token)
+        started = LaunchedEnvironment(token)
         if plugin is not None and plugin.creates_processes_externally:
             raise ValueError(
                 f"`Fabric(plugins={type(plugin).__name__}(...))` says that every process is started from outside, but"
-                f" this one was started by {launched.started_by}. Leave the plugin out, or start the script without"
+                f" this one was started by {started.started_by}. Leave the plugin out, or start the script without"
                 " Fabric."
             )
-        return Choice(launched, f"started by {launched.started_by}")
+        return Choice(started, f"started by {started.started_by}")
     if plugin is not None:
         return Choice(plugin, "argument (plugins)")
     environment = detect_environment(environ)

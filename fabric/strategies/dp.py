@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One process that splits each batch over several GPUs."""
 
+from typing import Any
+
 from torch.nn import DataParallel, Module
 from typing_extensions import override
 
@@ -20,13 +22,13 @@ class DataParallelStrategy(SingleDeviceStrategy):
     accelerators: tuple[str, ...] | None = ("cuda",)
 
     @override
-    def create_precision(self, name: str, device_type: str) -> Precision:
-        if name == "bf16-mixed":
+    def bind(self, *, precision: Precision, **kwargs: Any) -> None:
+        if precision.precision == "bf16-mixed":  # by name, or as a plugin
             raise ValueError(
                 "`strategy='dp'` can't run `precision='bf16-mixed'`: the threads of `torch.nn.DataParallel` take"
                 " autocast's default dtype, float16. Choose 'bf16-true' or '16-mixed', or `strategy='ddp'`."
             )
-        return super().create_precision(name, device_type)
+        super().bind(precision=precision, **kwargs)
 
     @override
     def setup_module(self, module: Module) -> Module:

@@ -7,16 +7,16 @@ import torch
 import fabric.strategies
 from fabric.accelerators import CPUAccelerator
 from fabric.plugins.environments import LocalEnvironment
-from fabric.plugins.precision import Precision
+from fabric.plugins.precision import MixedPrecision, Precision
 from fabric.strategies import STRATEGIES, STRATEGY_REGISTRY, DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
 
 
-def _bound(strategy):
+def _bound(strategy, precision=None):
     strategy.bind(
         accelerator=CPUAccelerator(),
         devices=[torch.device("cpu")],
         environment=LocalEnvironment(1),
-        precision=Precision(),
+        precision=precision or Precision(),
     )
     return strategy
 
@@ -88,5 +88,5 @@ def test_dp_refuses_the_autocast_dtype_that_its_threads_do_not_take():
         " default dtype, float16. Choose 'bf16-true' or '16-mixed', or `strategy='ddp'`."
     )
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
-        DataParallelStrategy().create_precision("bf16-mixed", "cuda")
-    assert DataParallelStrategy().create_precision("16-mixed", "cuda").precision == "16-mixed"
+        _bound(DataParallelStrategy(), MixedPrecision("bf16-mixed", "cpu"))
+    _bound(DataParallelStrategy(), MixedPrecision("16-mixed", "cpu"))
