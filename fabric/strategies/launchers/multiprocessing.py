@@ -28,6 +28,7 @@ from fabric.processes.start import Job, Pipes
 from fabric.processes.supervisor import read_grace
 from fabric.processes.token import LaunchToken
 from fabric.strategies.launchers.external import StartedRank
+from fabric.strategies.launchers.job import job_in
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.seed import give_seeding, take_seeding
@@ -116,18 +117,9 @@ class MultiprocessingLauncher(Launcher):
         return Child(place.token.rank, process.pid or 0, join=join)
 
     def _job(self) -> Job:
-        environment = self._environment
-        meets_here = isinstance(environment, LocalEnvironment)  # then rank 0 opens the store on a free port
-        return Job(
-            launcher="the launching process",
-            cluster=environment.name,
-            node_rank=environment.node_rank(),
-            first_rank=environment.global_rank() - environment.local_rank(),
-            world_size=environment.world_size(),
-            local_world_size=environment.local_world_size(),
-            store_host=environment.main_address,
-            store_port=0 if meets_here else environment.main_port,
-        )
+        meets_here = isinstance(self._environment, LocalEnvironment)  # then rank 0 opens the store on a free port
+        port = 0 if meets_here else self._environment.main_port
+        return job_in(self._environment, launcher="the launching process", store_port=port)
 
     def _validate(self, functions: tuple[Any, ...]) -> None:
         if sys.platform == "win32":

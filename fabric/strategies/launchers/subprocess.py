@@ -17,9 +17,10 @@ from fabric.processes.command import rebuild_command
 from fabric.processes.inside import InsideSupervisor
 from fabric.processes.mailbox import Mailbox
 from fabric.processes.record import Records
-from fabric.processes.start import Job, Pipes, start_rank
+from fabric.processes.start import Pipes, start_rank
 from fabric.processes.supervisor import read_grace
 from fabric.strategies.launchers.group import leave_group
+from fabric.strategies.launchers.job import job_in
 from fabric.strategies.launchers.launcher import Launcher
 from fabric.strategies.launchers.machines import Machines
 
@@ -104,7 +105,8 @@ class SubprocessLauncher(Launcher):
         command = rebuild_command()
         if isinstance(environment, LocalEnvironment):
             environment.create_store(timedelta(minutes=30))  # the system chooses its port; the strategy gets the same
-        self._pipes = Pipes(self._job(), mailbox=mailbox, records=records)
+        job = job_in(environment, launcher=f"rank {environment.global_rank()}", store_port=environment.main_port)
+        self._pipes = Pipes(job, mailbox=mailbox, records=records)
         children: list[Child] = []
         try:
             for rank in range(1, local):
@@ -118,16 +120,3 @@ class SubprocessLauncher(Launcher):
             raise
         self._pipes.close_given()
         return children
-
-    def _job(self) -> Job:
-        environment = self._environment
-        return Job(
-            launcher=f"rank {environment.global_rank()}",
-            cluster=environment.name,
-            node_rank=environment.node_rank(),
-            first_rank=environment.global_rank() - environment.local_rank(),
-            world_size=environment.world_size(),
-            local_world_size=environment.local_world_size(),
-            store_host=environment.main_address,
-            store_port=environment.main_port,
-        )
