@@ -514,3 +514,12 @@ def test_the_shapes_of_an_optimizers_state_are_compared(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         load(path, {"optimizer": optimizer}, **WITH)
     assert all(torch.equal(optimizer.state_dict()["state"][0][key], value) for key, value in before.items())
+
+
+def test_tensors_in_a_plain_list_go_to_the_device_of_those_that_they_replace(tmp_path: Path) -> None:
+    path = tmp_path / "a.ckpt"
+    save(path, {"means": [torch.ones(2), 3]}, **WITH)
+    state = {"means": [torch.zeros(2, device="meta"), 0]}
+    load(path, state, **WITH)
+    assert state["means"][0].device.type == "meta"
+    assert state["means"][1] == 3

@@ -7,6 +7,7 @@ import torch
 import fabric.strategies
 from fabric.accelerators import CPUAccelerator
 from fabric.plugins.environments import LocalEnvironment
+from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.precision import MixedPrecision, Precision
 from fabric.strategies import STRATEGIES, STRATEGY_REGISTRY, DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
 
@@ -90,3 +91,15 @@ def test_dp_refuses_the_autocast_dtype_that_its_threads_do_not_take():
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         _bound(DataParallelStrategy(), MixedPrecision("bf16-mixed", "cpu"))
     _bound(DataParallelStrategy(), MixedPrecision("16-mixed", "cpu"))
+
+
+def test_a_strategys_own_checkpoint_io_is_kept():
+    class Kept(TorchCheckpointIO):
+        pass
+
+    class Own(SingleDeviceStrategy):
+        def __init__(self):
+            super().__init__()
+            self._checkpoint_io = Kept()
+
+    assert type(_bound(Own()).checkpoint_io) is Kept
