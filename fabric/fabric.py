@@ -4,12 +4,10 @@
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast, overload
 from weakref import ref
 
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -20,16 +18,13 @@ from fabric.accelerators import Accelerator, take_inventory
 from fabric.callbacks import Callbacks
 from fabric.checkpoint import load_raw
 from fabric.data import _FabricDataLoader, sampling_seed, shard_dataloader
+from fabric.facade import Observe, Talk
 from fabric.loggers import Logger
-from fabric.plan import Arguments, Plan, resolve
+from fabric.plan import Arguments, resolve
 from fabric.plugins.environments import ClusterEnvironment
-from fabric.plugins.precision import Precision
 from fabric.run_override import launching
 from fabric.strategies import Strategy
 from fabric.strategies.launchers import SubprocessLauncher, create_launcher
-from fabric.strategies.reduction import ReduceOp
-from fabric.strategies.turns import first_ranks_first
-from fabric.utilities.apply_func import apply_to_tensors, convert_tensors_to_scalars
 from fabric.utilities.seed import collect_rng_states, seed_everything, set_rng_states
 from fabric.wrappers import (
     SetUpObjects,
@@ -43,7 +38,7 @@ from fabric.wrappers import (
 T = TypeVar("T")
 
 
-class Fabric:
+class Fabric(Talk, Observe):
     """Scales a plain PyTorch loop: you keep the loop, Fabric places it on the devices.
 
     Args:
@@ -105,82 +100,6 @@ class Fabric:
         if "run" in cls.__dict__:
             cls.run = launching(cls, cls.run)  # type: ignore[method-assign]
 
-    def __repr__(self) -> str:
-        return self._plan.summary()
-
-    # who am I
-
-    @property
-    def plan(self) -> Plan:
-        """What runs, and why."""
-        return self._plan
-
-    def explain(self) -> str:
-        """The plan as a table: what was chosen and why, a line each."""
-        return self._plan.explain()
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The kind of device."""
-        return self._accelerator
-
-    @property
-    def strategy(self) -> Strategy:
-        """Where the parallelism lives."""
-        return self._strategy
-
-    @property
-    def precision(self) -> Precision:
-        """Where the dtypes live."""
-        return self._precision
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self._strategy.root_device
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process in the job."""
-        return self._strategy.global_rank
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return self._strategy.local_rank
-
-    @property
-    def node_rank(self) -> int:
-        """Index of this machine."""
-        return self._strategy.node_rank
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes of the job."""
-        return self._strategy.world_size
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0 of the job."""
-        return self.global_rank == 0
-
-    @property
-    def is_local_zero(self) -> bool:
-        """Whether this is rank 0 of its machine."""
-        return self.local_rank == 0
-
-    @property
-    def logger(self) -> Logger:
-        """The first logger."""
-        if not self._loggers:
-            raise RuntimeError("`fabric.logger`: there is no logger. Pass one: `Fabric(loggers=CSVLogger('logs'))`.")
-        return self._loggers[0]
-
-    @property
-    def loggers(self) -> list[Logger]:
-        """All loggers."""
-        return self._loggers
-
     # start
 
     def launch(self, function: Callable[..., Any] | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -221,12 +140,6 @@ class Fabric:
             precision=self._precision,
             checkpoint_io=self._plan.checkpoint_io.value,
         )
-
-    def _require_launch(self, call: str) -> None:
-        """One process launches by itself; several wait for the user's `launch()`."""
-        if not self._launched:
-            validation._validate_launched(call, self._plan)
-            self.launch()
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Override this with your loop; calling it launches the processes and runs it on each."""
@@ -425,63 +338,6 @@ class Fabric:
             return obj
         return self._strategy.batch_to_device(obj)
 
-    # talk
-
-    def print(self, *args: Any, **kwargs: Any) -> None:
-        """Print on rank 0 only."""
-        if self.is_global_zero:
-            print(*args, **kwargs)  # noqa: T201
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait until every rank is here."""
-        self._require_launch("barrier")
-        self._strategy.barrier(name)
-
-    def broadcast(self, obj: T, src: int = 0) -> T:
-        """The object of rank `src`, on every rank."""
-        self._require_launch("broadcast")
-        return self._strategy.broadcast(obj, src)
-
-    def all_gather(self, data: Any, group: Any = None, sync_grads: bool = False) -> Any:
-        """Tensors (or numbers, in any nesting of containers) of all ranks, stacked along a new first dimension.
-
-        Args:
-            data: What to gather; tensors must have the same shape and dtype on all ranks.
-            group: A process group; by default all ranks.
-            sync_grads: Let gradients flow back to the rank that each part came from.
-
-        Returns:
-            The same nesting, with tensors of shape `(world_size, *shape)`; with one rank, of shape `shape`.
-        """
-        self._require_launch("all_gather")
-        return self._on_tensors(data, partial(self._strategy.all_gather, group=group, sync_grads=sync_grads))
-
-    def all_reduce(self, data: Any, group: Any = None, reduce_op: ReduceOp = "mean") -> Any:
-        """Tensors (or numbers, in any nesting of containers), reduced over all ranks into new tensors.
-
-        Args:
-            data: What to reduce; it is not changed.
-            group: A process group; by default all ranks.
-            reduce_op: `mean` (of integers too: a float), `sum`, `min`, `max` or `product`.
-        """
-        self._require_launch("all_reduce")
-        return self._on_tensors(data, partial(self._strategy.all_reduce, group=group, reduce_op=reduce_op))
-
-    def _on_tensors(self, data: Any, function: Callable[[Tensor], Tensor]) -> Any:
-        def apply(value: Tensor | float) -> Tensor:
-            return function(torch.as_tensor(value, device=self.device))
-
-        return apply_to_tensors(data, apply, number=apply)
-
-    def rank_zero_first(self, local: bool = False) -> AbstractContextManager[None]:
-        """Rank 0 runs the block first, the others afterwards; if it fails there, every rank raises.
-
-        Args:
-            local: Let the first rank of each machine go first, for files on a machine's own disk.
-        """
-        self._require_launch("rank_zero_first")
-        return first_ranks_first(self._strategy, self.is_local_zero if local else self.is_global_zero)
-
     # keep
 
     def save(
@@ -547,23 +403,6 @@ class Fabric:
         self._precision.load_state_dict(state_dict["precision"])
         self._callbacks.load_state_dict(state_dict["callbacks"])
         set_rng_states(state_dict["rng"], rank=self.global_rank, world_size=self.world_size)
-
-    # observe
-
-    def log(self, name: str, value: Any, step: int | None = None) -> None:
-        """Send one number (or a tensor with one element) to every logger; nothing is reduced over ranks."""
-        self.log_dict({name: value}, step)
-
-    def log_dict(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Send numbers by name to every logger; nothing is reduced over ranks."""
-        if self._loggers:
-            numbers = convert_tensors_to_scalars(metrics)
-            for logger in self._loggers:
-                logger.log_metrics(numbers, step)
-
-    def call(self, hook_name: str, *args: Any, **kwargs: Any) -> None:
-        """Call the method `hook_name` of each callback that has it, in their order."""
-        self._callbacks.call(hook_name, *args, **kwargs)
 
 
 def _no_module() -> None:

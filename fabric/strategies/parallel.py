@@ -2,6 +2,7 @@
 """What all strategies with several processes share: the process group and the collectives."""
 
 from abc import ABC
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -58,6 +59,7 @@ class ParallelStrategy(Strategy, ABC):
         self.timeout = timeout or timedelta(minutes=30)
         self._backend = process_group_backend
         self._owns_group = False
+        self._decisions: dist.ProcessGroup | None = None
 
     @property
     def process_group_backend(self) -> str:
@@ -121,6 +123,7 @@ class ParallelStrategy(Strategy, ABC):
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
         self._owns_group = False
+        self._decisions = None
         self.environment.teardown()
         super().teardown()
 
@@ -171,6 +174,25 @@ class ParallelStrategy(Strategy, ABC):
         vote = torch.tensor(int(decision), device=self.root_device)
         dist.all_reduce(vote, op=dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
         return bool(vote)
+
+    @override
+    def start_boolean_decision(self, decision: bool, all: bool = True) -> Callable[[], bool]:
+        vote = torch.tensor(int(decision))
+        operation = dist.ReduceOp.MIN if all else dist.ReduceOp.MAX
+        work = dist.all_reduce(vote, op=operation, group=self._cpu_group, async_op=True)
+
+        def decided() -> bool:
+            work.wait()
+            return bool(vote)
+
+        return decided
+
+    @property
+    def _cpu_group(self) -> dist.ProcessGroup:
+        """All ranks, over gloo: its collectives neither occupy the device nor wait for the training's own."""
+        if self._decisions is None:
+            self._decisions = dist.new_group(backend="gloo", timeout=self.timeout)
+        return self._decisions
 
 
 def _validate_same_shape(call: str, tensor: Tensor, group: Any) -> None:

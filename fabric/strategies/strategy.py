@@ -290,6 +290,17 @@ class Strategy(ABC):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """Whether all ranks (or any rank, with `all=False`) say True."""
 
+    def start_boolean_decision(self, decision: bool, all: bool = True) -> Callable[[], bool]:
+        """Begin what `reduce_boolean_decision` does, so that it goes on while this rank works.
+
+        Call it in the main thread, in the same order on all ranks.
+
+        Returns:
+            A function that waits for the answer.
+        """
+        decided = self.reduce_boolean_decision(decision, all)
+        return lambda: decided
+
     # state
 
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:

@@ -27,6 +27,9 @@ def _collectives(context):
         "all": strategy.reduce_boolean_decision(rank == 0),
         "any": strategy.reduce_boolean_decision(rank == 0, all=False),
     }
+    votes = [strategy.start_boolean_decision(rank == 0, all=every) for every in (True, False)]
+    strategy.barrier()  # others go on meanwhile
+    results["votes"] = [decided() for decided in reversed(votes)]
     assert torch.equal(mine, torch.tensor([rank, rank + 1]))  # reduced into a new tensor
     strategy.barrier()
     return results
@@ -45,6 +48,7 @@ def test_collectives():
         assert results["objects"] == ["rank 0", "rank 1"]
         assert results["all"] is False
         assert results["any"] is True
+        assert results["votes"] == [True, False]
 
 
 def _ragged(context, call):
