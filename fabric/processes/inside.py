@@ -143,6 +143,7 @@ class InsideSupervisor(Supervisor):
             self.forced = True
         elif self.asked != signal.SIGINT:
             self._main.wake()
+            self.check_at = time.monotonic() + WAKE_AFTER if self._main.waits_to_raise else None
         elif self._main.ignores_interrupt(self._interrupted_at):
             # Where the main thread is in a collective, only the end of the others ends it.
             self.forced = not in_grace
@@ -202,6 +203,11 @@ class InsideSupervisor(Supervisor):
         return signal_report(self.asked, who=person(self._rank, os.getpid()))
 
     # -- in the main thread
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is known by now that a rank has failed, or that a signal from outside ends the job."""
+        return self._failure is not None or bool(self.asked)
 
     def _on_exception(self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
         """Rank 0's script failed: end the others. Who failed first is reported at exit."""

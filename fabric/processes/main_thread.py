@@ -15,9 +15,10 @@ from typing import Any, Literal
 _WAKE = getattr(signal, "SIGURG", 0)
 ASKING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
-
 # Seconds between a signal and what it does, at most, where nothing holds it up.
 _CLOSE = 0.5
+# Seconds that a `finally` or `except` of the script that already runs is left alone.
+_PATIENCE = 0.7
 
 
 class RankFailed(SystemExit):
@@ -59,6 +60,7 @@ class MainThread:
         self._handlers: dict[int, Any] = {}
         self._old_writer = -1
         self._error: BaseException | None = None
+        self._patient_until = 0.0
         self._interrupted_at = 0.0
         self.installed = False
         self.quiet = False
@@ -93,9 +95,25 @@ class MainThread:
                 signal.signal(signum, before)
 
     def raise_error(self, error: BaseException) -> None:
-        """Raise `error` in the main thread as soon as it runs Python code."""
-        self._error = error
+        """Raise `error` in the main thread as soon as it runs Python code; see `_raise`. Waits as long as that does."""
+        self._set_error(error)
         self.wake()
+        time.sleep(_PATIENCE)
+        self.wake()
+
+    def _set_error(self, error: BaseException) -> None:
+        self._error = error
+        self._patient_until = time.monotonic() + _PATIENCE
+
+    @property
+    def waits_to_raise(self) -> bool:
+        """Whether `wake` has to be called again."""
+        return self._error is not None and not self.quiet
+
+    def take_error(self) -> BaseException | None:
+        """What is still to be raised; it is not raised any more."""
+        error, self._error = self._error, None
+        return error
 
     def ignores_interrupt(self, since: float) -> bool:
         """Whether Ctrl-C, which came at `since`, has not reached the main thread: it is in a call that does not return.
@@ -123,8 +141,19 @@ class MainThread:
             signal.pthread_kill(threading.main_thread().ident or 0, _WAKE)
 
     def _on_wake(self, signum: int, frame: FrameType | None) -> None:
-        error, self._error = self._error, None
-        if error is not None and not self.quiet:
+        self._raise()
+
+    def _raise(self) -> None:
+        """Raise what is to be raised, but not into a `finally` that runs because a lost peer's error came first.
+
+        That would end the script's own cleaning up in the middle. A call some time later raises it all the same: the
+        script may have caught the error, and go on.
+        """
+        handles_error = sys.exc_info()[1] is not None
+        if self.quiet or (handles_error and time.monotonic() < self._patient_until):
+            return
+        error = self.take_error()
+        if error is not None:
             raise error
 
     def _on_interrupt(self, signum: int, frame: FrameType | None) -> None:
@@ -135,9 +164,10 @@ class MainThread:
     def _on_end(self, signum: int, frame: FrameType | None) -> None:
         with contextlib.suppress(OSError):  # again: an event loop may have taken the wake-up descriptor
             os.write(self._writer, bytes([signum]))
-        if not self.quiet:
+        if not self.quiet and not self.unwound:
             self.unwound = True
-            raise SystemExit(128 + signum)
+            self._set_error(SystemExit(128 + signum))
+            self._raise()
 
     def _on_told(self, signum: int, frame: FrameType | None) -> None:
         """The pipe has it."""

@@ -85,18 +85,25 @@ class Rank:
         if sys.excepthook == self._on_exception:
             sys.excepthook = self._excepthook
 
-    def fail(self, error: BaseException) -> None:
-        """Leave a record of an exception that nobody caught."""
+    def fail(self, error: BaseException) -> int:
+        """Leave a record of an exception that nobody caught.
+
+        Returns:
+            The exit code: 1, or that of a signal which ended the others, whereupon this error came first.
+        """
         self._failed = True
         self._main.quiet = True
+        overtaken = self._main.take_error()
+        code = int(overtaken.code or 1) if isinstance(overtaken, SystemExit) else 1
         interrupted = isinstance(error, KeyboardInterrupt)
         if interrupted and self._is_first:  # at the terminal: that is no failure, but the end of the job
             self._tell_signal(signal.SIGINT)
-            return
+            return code
         record = record_of(error, rank=self._token.rank, signal=signal.SIGINT if interrupted else 0)
         if record.felt:
             self._wait_if_launcher_gone()
         self._tell_record(record)
+        return code
 
     def give_up(self) -> None:
         """End without leaving the group or waiting for anybody."""
@@ -138,6 +145,7 @@ class Rank:
         self._check_at = None
         if not self._interrupted_at:
             self._main.wake()
+            self._check_at = time.monotonic() + WAKE_AFTER if self._main.waits_to_raise else None
         elif self._main.ignores_interrupt(self._interrupted_at):
             # The others end first, which may free the first rank from a collective.
             end = self._interrupted_at + INTERRUPT_GRACE * (2 if self._is_first else 1)
@@ -177,10 +185,12 @@ class Rank:
         if not self._hooked:
             self._excepthook(kind, error, traceback)
             return
-        self.fail(error)
+        code = self.fail(error)
         at_terminal = self._is_first and isinstance(error, KeyboardInterrupt)
         if at_terminal or self._excepthook is not sys.__excepthook__:
             self._excepthook(kind, error, traceback)
+        if code != 1:
+            raise SystemExit(code)
 
     def finish(self) -> None:
         """The script, or the function, came to its end."""

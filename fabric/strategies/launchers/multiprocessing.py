@@ -246,8 +246,7 @@ def _run_rank(start_method: str, place: _Place, work: _Work, threads: int | None
             rank.give_up()
         raise
     except Exception as error:
-        rank.fail(error)
-        sys.exit(1)
+        sys.exit(rank.fail(error))
     except KeyboardInterrupt as error:
         rank.fail(error)
         sys.exit(128 + signal.SIGINT)
