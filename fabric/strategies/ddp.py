@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.join import Join, Joinable
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
@@ -58,6 +59,7 @@ class DDPStrategy(ParallelStrategy):
                 "`DDPStrategy(ddp_comm_state=..., ddp_comm_wrapper=...)` belong to a hook, but there is none."
                 " Pass `ddp_comm_hook=` too."
             )
+        self._broadcasts_buffers = broadcast_buffers
         self.ddp_kwargs = dict(
             ddp_kwargs,
             find_unused_parameters=find_unused_parameters,
@@ -86,6 +88,29 @@ class DDPStrategy(ParallelStrategy):
         if not enabled or not isinstance(ddp, DistributedDataParallel):
             return nullcontext()
         return ddp.no_sync()
+
+    @override
+    def syncs_backward(self, module: Module) -> bool:
+        return isinstance(module, DistributedDataParallel) and module.require_backward_grad_sync
+
+    @property
+    @override
+    def replica_ranks(self) -> tuple[int, ...]:
+        return tuple(range(self.world_size))
+
+    @override
+    def has_synced_buffers(self, module: Module) -> bool:
+        if not self._broadcasts_buffers or not isinstance(module, DistributedDataParallel):
+            return False
+        return module.require_forward_param_sync  # not after a forward without synchronisation, or without gradients
+
+    @override
+    def join_uneven_inputs(self, *modules: Module) -> AbstractContextManager[Any]:
+        found = (getattr(module, "_orig_mod", module) for module in modules)
+        synchronised: list[Joinable] = [module for module in found if isinstance(module, DistributedDataParallel)]
+        if self.world_size == 1 or not synchronised:
+            return nullcontext()
+        return Join(synchronised)
 
 
 def _buffer_options(broadcast_buffers: bool) -> dict[str, bool]:

@@ -5,12 +5,14 @@ from abc import ABC
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar, cast
+from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from fabric.strategies.padding import padded_to, validate_pad_value
 from fabric.strategies.reduction import ReduceOp, copied, finished, validated
 from fabric.strategies.strategy import Strategy
 from fabric.utilities.apply_func import apply_to_tensors
@@ -59,7 +61,7 @@ class ParallelStrategy(Strategy, ABC):
         self.timeout = timeout or timedelta(minutes=30)
         self._backend = process_group_backend
         self._owns_group = False
-        self._decisions: dist.ProcessGroup | None = None
+        self._decisions: ref[dist.ProcessGroup] | None = None  # weakly, so that leaving it waits for what is under way
 
     @property
     def process_group_backend(self) -> str:
@@ -153,13 +155,22 @@ class ParallelStrategy(Strategy, ABC):
         return cast(T, moved)
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, group: Any = None, sync_grads: bool = False, pad_value: float | None = None
+    ) -> Tensor:
         if self.world_size == 1:
             return tensor
-        _validate_same_shape("all_gather", tensor, group)
+        if pad_value is None:
+            _validate_same_shape("all_gather", tensor, group)
+        else:
+            tensor = _padded_to_the_largest(tensor, group, pad_value)
         if sync_grads and tensor.requires_grad:
             return _AllGather.apply(tensor, group)  # type: ignore[no-any-return]
         return _gather(tensor, group)
+
+    @override
+    def gather_alike(self, tensor: Tensor) -> Tensor:
+        return tensor if self.world_size == 1 else _gather(tensor, None)
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:
@@ -190,22 +201,45 @@ class ParallelStrategy(Strategy, ABC):
     @property
     def _cpu_group(self) -> dist.ProcessGroup:
         """All ranks, over gloo: its collectives neither occupy the device nor wait for the training's own."""
-        if self._decisions is None:
-            self._decisions = dist.new_group(backend="gloo", timeout=self.timeout)
-        return self._decisions
+        group = None if self._decisions is None else self._decisions()
+        if group is None:
+            group = dist.new_group(backend="gloo", timeout=self.timeout)
+            self._decisions = ref(group)
+        return group
 
 
 def _validate_same_shape(call: str, tensor: Tensor, group: Any) -> None:
     """Unlike tensors hang, or end the process group with a message about bytes; say what differs instead."""
+    ranks = _shapes_of_ranks(tensor, group)
+    if any(other != ranks[0] for other in ranks):
+        raise ValueError(
+            f"`fabric.{call}(...)` needs tensors of one shape and dtype on all ranks, but got {_describe_all(ranks)}."
+            f" Pad them to the same shape first{', or pass `pad_value=`' if call == 'all_gather' else ''}."
+        )
+
+
+def _padded_to_the_largest(tensor: Tensor, group: Any, value: float) -> Tensor:
+    ranks = _shapes_of_ranks(tensor, group)
+    if any(other[:2] != ranks[0][:2] for other in ranks):
+        raise ValueError(
+            f"`fabric.all_gather(..., pad_value={value!r})` needs tensors of one dtype and number of dimensions on all"
+            f" ranks, but got {_describe_all(ranks)}. Convert or reshape them first."
+        )
+    validate_pad_value("all_gather", tensor.dtype, value)
+    largest = [max(sizes) for sizes in zip(*(shape[2:] for shape in ranks), strict=True)]
+    return padded_to(tensor, [*largest[: tensor.dim()], *tensor.shape[_MAX_DIMS:]], value)
+
+
+def _shapes_of_ranks(tensor: Tensor, group: Any) -> list[list[int]]:
+    """For each rank: the number of the dtype, the number of dimensions, and the shape, filled up with zeros."""
     own = [_DTYPES.index(tensor.dtype), tensor.dim(), *tensor.shape[:_MAX_DIMS]]
     own += [0] * (_MAX_DIMS + 2 - len(own))
-    ranks = _gather(torch.tensor(own, device=tensor.device), group).tolist()
-    if any(other != own for other in ranks):
-        described = (f"rank {n}: {_describe(code, shape[:dim])}" for n, (code, dim, *shape) in enumerate(ranks))
-        raise ValueError(
-            f"`fabric.{call}(...)` needs tensors of one shape and dtype on all ranks, but got {'; '.join(described)}."
-            " Pad them to the same shape first."
-        )
+    ranks: list[list[int]] = _gather(torch.tensor(own, device=tensor.device), group).tolist()
+    return ranks
+
+
+def _describe_all(ranks: list[list[int]]) -> str:
+    return "; ".join(f"rank {n}: {_describe(code, shape[:dim])}" for n, (code, dim, *shape) in enumerate(ranks))
 
 
 def _describe(code: int, shape: list[int]) -> str:
@@ -214,9 +248,9 @@ def _describe(code: int, shape: list[int]) -> str:
 
 def _gather(tensor: Tensor, group: Any) -> Tensor:
     tensor = tensor.detach().contiguous()
-    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, tensor, group=group)
-    return torch.stack(parts)
+    gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
+    dist.all_gather(list(gathered.unbind()), tensor, group=group)
+    return gathered
 
 
 class _AllGather(torch.autograd.Function):

@@ -36,7 +36,9 @@ class SingleDeviceStrategy(Strategy):
         return [obj]
 
     @override
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, group: Any = None, sync_grads: bool = False, pad_value: float | None = None
+    ) -> Tensor:
         return tensor
 
     @override

@@ -239,6 +239,44 @@ class Strategy(ABC):
         """Where gradients are synchronised in backward: leave that out inside, to accumulate them."""
         return nullcontext()
 
+    def join_uneven_inputs(self, *modules: Module) -> AbstractContextManager[Any]:
+        """Let ranks take unlike numbers of batches inside: one that has left the loop takes part until all have.
+
+        Args:
+            *modules: What `setup_module` returned.
+
+        Raises:
+            RuntimeError: On every rank, if there are several and the strategy can't do that.
+        """
+        if self.world_size > 1:
+            raise RuntimeError(
+                f"`fabric.join_uneven_inputs(...)` needs `strategy='ddp'`, and this run uses `{type(self).__name__}`."
+                " Let all ranks take the same number of batches: a loader from"
+                " `fabric.setup_dataloaders(loader, uneven='pad')` does."
+            )
+        return nullcontext()
+
+    def syncs_backward(self, module: Module) -> bool:
+        """Whether ranks wait for each other in the backward of the forward that just ran; only debug mode asks.
+
+        Args:
+            module: What `setup_module` returned.
+        """
+        return False
+
+    @property
+    def replica_ranks(self) -> tuple[int, ...]:
+        """The global ranks whose parameters are equal to this one's after each step; only debug mode asks."""
+        return (self.global_rank,)
+
+    def has_synced_buffers(self, module: Module) -> bool:
+        """Whether the forward that is running has made the buffers of all replicas equal; only debug mode asks.
+
+        Args:
+            module: What `setup_module` returned.
+        """
+        return False
+
     def clip_gradients_norm(
         self,
         module: Module,
@@ -279,8 +317,17 @@ class Strategy(ABC):
         """The objects of all ranks in the order of ranks, on every rank."""
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        """The tensors of all ranks, stacked along a new first dimension (none is added for one rank)."""
+    def all_gather(
+        self, tensor: Tensor, group: Any = None, sync_grads: bool = False, pad_value: float | None = None
+    ) -> Tensor:
+        """The tensors of all ranks, stacked along a new first dimension (none is added for one rank).
+
+        Unlike shapes raise on every rank; with a `pad_value`, each dimension is filled up to the largest instead.
+        """
+
+    def gather_alike(self, tensor: Tensor) -> Tensor:
+        """`all_gather` for tensors of which the caller knows that shape and dtype are the same on all ranks."""
+        return self.all_gather(tensor)
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:

@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from fabric.strategies import DDPStrategy
+from fabric import Fabric
+from fabric.strategies import DDPStrategy, ParallelStrategy
 from tests.ranks import run_ranks
 
 
@@ -162,3 +164,90 @@ def _teardown(context):
 @pytest.mark.ranks
 def test_teardown_leaves_the_process_group():
     assert run_ranks(2, _teardown) == [False, False]
+
+
+def _uneven_batches(rank):
+    return [torch.full((2, 4), float(rank + step)) for step in range(2 + 3 * rank)]
+
+
+def _join_by_hand(context):
+    context.process_group()
+    model = DistributedDataParallel(torch.nn.Linear(4, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with Join([model]):
+        for batch in _uneven_batches(context.rank):
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+def _join(context):
+    fabric = context.fabric(strategy="ddp")
+    model = torch.nn.Linear(4, 2)
+    model, optimizer = fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    frozen = fabric.setup(torch.nn.Linear(4, 4).requires_grad_(False))
+    with fabric.join_uneven_inputs(model, frozen):
+        for batch in _uneven_batches(context.rank):
+            optimizer.zero_grad()
+            fabric.backward(model(batch).square().mean())
+            optimizer.step()
+    fabric.barrier()
+    with fabric.join_uneven_inputs(frozen):
+        pass
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.ranks
+def test_uneven_inputs_train_as_with_join_by_hand():
+    expected, results = run_ranks(2, _join_by_hand)[0], run_ranks(2, _join)
+    for parameters in results:
+        assert all(map(torch.equal, parameters, expected))
+    assert all(map(torch.equal, *run_ranks(1, _one_rank_twice)[0]))
+
+
+def _one_rank_twice(context):
+    first = _join(context)
+    torch.manual_seed(0)
+    return first, _by_loop(_uneven_batches(0))
+
+
+def _by_loop(batches):
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for batch in batches:
+        optimizer.zero_grad()
+        model(batch).square().mean().backward()
+        optimizer.step()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+class _NoJoin(ParallelStrategy):
+    """A strategy of its own, which does not synchronise in a backward that could be joined."""
+
+
+def _refused(context):
+    fabric = context.fabric(strategy=_NoJoin())
+    model = fabric.setup(torch.nn.Linear(4, 2))
+    with pytest.raises(RuntimeError, match="needs `strategy='ddp'`") as raised:
+        fabric.join_uneven_inputs(model)
+    return str(raised.value)
+
+
+@pytest.mark.ranks
+def test_other_strategies_refuse_uneven_inputs_on_every_rank():
+    text = (
+        "`fabric.join_uneven_inputs(...)` needs `strategy='ddp'`, and this run uses `_NoJoin`. Let all ranks take the"
+        " same number of batches: a loader from `fabric.setup_dataloaders(loader, uneven='pad')` does."
+    )
+    assert run_ranks(2, _refused) == [text, text]
+
+
+def test_one_process_has_nothing_to_join():
+    fabric = Fabric(accelerator="cpu", devices=1)
+    model = fabric.setup(torch.nn.Linear(4, 2))
+    with fabric.join_uneven_inputs(model):
+        fabric.backward(model(torch.ones(1, 4)).sum())
+    text = "`fabric.join_uneven_inputs(*modules)` takes a module that `fabric.setup(...)` returned, but got `Linear`."
+    with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):
+        fabric.join_uneven_inputs(model.module)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fabric.strategies import DDPStrategy
 from tests.ranks import run_ranks
@@ -61,9 +63,10 @@ def _ragged(context, call):
 
 @pytest.mark.parametrize("call", ["all_gather", "all_reduce"])
 def test_unlike_shapes_are_named_on_every_rank(call):
+    hint = {"all_gather": ", or pass `pad_value=`", "all_reduce": ""}[call]
     text = (
         f"`fabric.{call}(...)` needs tensors of one shape and dtype on all ranks, but got rank 0: float32 [2, 1];"
-        " rank 1: float32 [2, 2]. Pad them to the same shape first."
+        f" rank 1: float32 [2, 2]. Pad them to the same shape first{hint}."
     )
     assert run_ranks(2, _ragged, call) == [text, text]
 
@@ -84,6 +87,7 @@ def test_gradients_flow_back_to_the_rank_that_contributed():
 
 def _one_rank(context):
     strategy = context.fabric(strategy="ddp").strategy
+    assert strategy.all_gather(torch.ones(2), pad_value=0).shape == strategy.gather_alike(torch.ones(2)).shape == (2,)
     return strategy.all_gather(torch.ones(2)).shape, strategy.broadcast("x"), strategy.all_reduce(torch.ones(1)).item()
 
 
@@ -118,3 +122,69 @@ def test_an_unbound_strategy_says_so():
     )
     with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
         _ = DDPStrategy().world_size
+
+
+def _padded(context):
+    strategy = context.fabric(strategy="ddp").strategy
+    rank = context.rank
+    mine = torch.full((2 - rank, rank + 1), rank + 1.0, requires_grad=True)
+    gathered = strategy.all_gather(mine, pad_value=-1, sync_grads=True)
+    (gathered * (rank + 1)).sum().backward()
+    return {
+        "floats": gathered.tolist(),
+        "gradient": mine.grad.tolist(),
+        "bools": strategy.all_gather(torch.ones(rank, dtype=torch.bool), pad_value=0).tolist(),
+        "alike": strategy.all_gather(torch.tensor(rank), pad_value=0).tolist(),
+    }
+
+
+def test_ragged_shapes_are_padded_on_request():
+    gathered = [[[1, -1], [1, -1]], [[2, 2], [-1, -1]]]
+    for rank, results in enumerate(run_ranks(2, _padded)):
+        assert results["floats"] == gathered
+        assert results["gradient"] == [[[3.0], [3.0]], [[3.0, 3.0]]][rank]
+        assert results["bools"] == [[False], [True]]
+        assert results["alike"] == [0, 1]
+
+
+def _not_paddable(context):
+    fabric = context.fabric(strategy="ddp")
+    texts = []
+    for tensor, pad_value in (
+        (torch.zeros([1] * (context.rank + 1)), 0),
+        (torch.zeros(context.rank, dtype=torch.uint8), -1),
+        (torch.zeros(context.rank, dtype=torch.int64), 0.5),
+    ):
+        with pytest.raises(ValueError, match="pad_value") as raised:
+            fabric.all_gather(tensor, pad_value=pad_value)
+        texts.append(str(raised.value))
+    fabric.barrier()
+    return texts
+
+
+def test_what_can_not_be_padded_is_told_on_every_rank():
+    texts = [
+        "`fabric.all_gather(..., pad_value=0)` needs tensors of one dtype and number of dimensions on all ranks, but"
+        " got rank 0: float32 [1]; rank 1: float32 [1, 1]. Convert or reshape them first.",
+        "`fabric.all_gather(..., pad_value=-1)`: a tensor of torch.uint8 can't hold this value."
+        " Pass one that fits, or convert the tensor first.",
+        "`fabric.all_gather(..., pad_value=0.5)`: a tensor of torch.int64 can't hold this value."
+        " Pass one that fits, or convert the tensor first.",
+    ]
+    assert run_ranks(2, _not_paddable) == [texts, texts]
+
+
+def _leaves_a_decision(context):
+    strategy = context.fabric(strategy="ddp").strategy
+    strategy.start_boolean_decision(True)()
+    if context.rank == 0:
+        time.sleep(0.5)
+    decided = strategy.start_boolean_decision(context.rank == 1, all=False)
+    if context.rank == 1:
+        dist.destroy_process_group()  # as at the end of a script, where the strategy is still there
+        return None
+    return decided()
+
+
+def test_leaving_the_group_waits_for_a_decision_under_way():
+    assert run_ranks(2, _leaves_a_decision) == [True, None]

@@ -53,6 +53,8 @@ def test_one_device_returns_what_it_is_given():
     strategy = _bound(SingleDeviceStrategy())
     x = torch.ones(2)
     assert strategy.all_gather(x) is x
+    assert strategy.all_gather(x, pad_value=0) is x
+    assert strategy.gather_alike(x) is x
     reduced = strategy.all_reduce(torch.tensor([3]))
     assert torch.equal(reduced, torch.tensor([3.0]))  # a mean of integers is a float, as on several ranks
     assert strategy.all_reduce(x) is not x
