@@ -3,6 +3,7 @@
 
 import copy
 import dataclasses
+import inspect
 import operator
 from collections import UserList, deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
@@ -21,7 +22,8 @@ def move_data_to_device(batch: Any, device: DeviceLike) -> Any:
     """Move the tensors of a batch to a device.
 
     Goes through containers as `apply_to_tensors` does, and calls `.to(device)` on anything that has it. What is there
-    already is not copied. Copies from pinned memory to CUDA do not block.
+    already is not copied. Copies from pinned memory to CUDA do not block, also those of an object whose `.to` takes
+    `non_blocking=`.
 
     Args:
         batch: A tensor or any nesting of containers.
@@ -30,23 +32,44 @@ def move_data_to_device(batch: Any, device: DeviceLike) -> Any:
     Returns:
         The batch on the device.
 
+    Raises:
+        ValueError: If a container holds itself.
+
     Example:
         >>> move_data_to_device({"x": torch.zeros(2), "name": "a"}, "meta")["x"].device
         device(type='meta')
     """
     target = torch.device(device)
 
+    # From the CPU to CUDA it is always safe: what is not pinned is read before the call returns.
+    to_cuda = target.type == "cuda"
+
     def move(tensor: Tensor) -> Tensor:
-        pinned = target.type == "cuda" and tensor.device.type == "cpu" and tensor.is_pinned()
-        return tensor.to(target, non_blocking=pinned)
+        return tensor.to(target, non_blocking=to_cuda and tensor.device.type == "cpu")
 
     def move_other(data: Any) -> Any:
         if not callable(to := getattr(data, "to", None)):
             return NotImplemented
-        moved = to(target)
+        moved = to(target, non_blocking=True) if to_cuda and _takes_non_blocking(to) else to(target)
         return data if moved is None else moved  # some move in place and forget to return themselves
 
-    return apply_to_tensors(batch, move, move_other)
+    try:
+        return apply_to_tensors(batch, move, move_other)
+    except RecursionError:
+        raise ValueError(
+            "This batch can't be moved: one of its containers holds itself, or they are nested too deep."
+            " Take the reference to itself out of what the data set or `collate_fn` returns."
+        ) from None
+
+
+def _takes_non_blocking(to: Callable[..., Any]) -> bool:
+    """Whether a `.to` has such an argument, or hands all that it gets on to the tensors inside."""
+    try:
+        parameters = inspect.signature(to).parameters
+    except (TypeError, ValueError):  # it is not written in Python
+        return False
+    kinds = {parameter.kind for parameter in parameters.values()}
+    return "non_blocking" in parameters or {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD} <= kinds
 
 
 def _look_inside(data: Any) -> Any:
@@ -89,15 +112,15 @@ def apply_to_tensors(
     result = other(data)
     if result is not NotImplemented:
         return result
-    return _apply_inside(data, lambda value: apply_to_tensors(value, function, other, number))
+    return apply_to_items(data, lambda value: apply_to_tensors(value, function, other, number))
 
 
 def _is_same(old: Iterable[Any], new: Iterable[Any]) -> bool:
     return all(map(operator.is_, old, new))
 
 
-def _apply_inside(data: Any, apply: Callable[[Any], Any]) -> Any:
-    """The rarer containers."""
+def apply_to_items(data: Any, apply: Callable[[Any], Any]) -> Any:
+    """A container of the same type whose direct items went through `apply`; the same object where none changes."""
     for container, rebuild in _CONTAINERS:
         if isinstance(data, container):
             return rebuild(data, apply)

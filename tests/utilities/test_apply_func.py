@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 import dataclasses
+import operator
 from collections import ChainMap, Counter, OrderedDict, UserDict, UserList, defaultdict, deque, namedtuple
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from fabric.utilities.apply_func import convert_tensors_to_scalars, move_data_to_device
+from fabric.utilities.apply_func import _takes_non_blocking, convert_tensors_to_scalars, move_data_to_device
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", ["left", "right"])
@@ -28,6 +30,34 @@ class Sample:
 class Frozen:
     x: Any
     y: int = 3
+
+
+@dataclasses.dataclass
+class Derived:
+    """Has an argument that is no field, and an attribute that is none either."""
+
+    x: Any
+    scale: dataclasses.InitVar[int] = 1
+
+    def __post_init__(self, scale: int) -> None:
+        self.scaled = scale * 2
+
+
+class Marked(torch.Tensor):
+    """A tensor subclass."""
+
+
+class Graph:
+    """Moves its tensors with a `.to` that takes `non_blocking=`, as PyTorch Geometric's `Data` does."""
+
+    def __init__(self, **tensors: Any) -> None:
+        self.tensors = tensors
+        self.asked: list[bool] = []
+
+    def to(self, device: Any, *args: Any, non_blocking: bool = False) -> "Graph":
+        moved = Graph(**{name: tensor.to(device, non_blocking=non_blocking) for name, tensor in self.tensors.items()})
+        moved.asked = [*self.asked, non_blocking]
+        return moved
 
 
 class Movable:
@@ -92,6 +122,7 @@ CONTAINERS: dict[str, tuple[Any, Any]] = {
     "torch return type": (lambda: torch.max(torch.ones(2, 2), 0), lambda moved: moved.values),
     "dataclass": (lambda: Sample(x()), lambda moved: moved.x),
     "frozen dataclass": (lambda: Frozen(x()), lambda moved: moved.x),
+    "dataclass with an argument that is no field": (lambda: Derived(x()), lambda moved: moved.x),
     "anything with to": (lambda: Movable(x()), lambda moved: moved.x),
     "to that returns nothing": (lambda: MovesInPlace(x()), lambda moved: moved.x),
     "packed sequence": (lambda: pack_sequence([x()]), lambda moved: moved.data),
@@ -121,6 +152,7 @@ def test_what_a_container_holds_beside_its_items_is_kept() -> None:
     sample.made = [2]
     assert move_data_to_device(sample, META).made == [2]
     assert move_data_to_device(Frozen(x(), 7), META).y == 7
+    assert move_data_to_device(Derived(x(), scale=4), META).scaled == 8
 
 
 @pytest.mark.parametrize("name", [n for n in CONTAINERS if n not in ("anything with to", "packed sequence")])
@@ -141,6 +173,95 @@ def test_a_read_only_mapping_is_moved() -> None:
 def test_everything_else_is_handed_through(value: Any) -> None:
     assert move_data_to_device(value, META) is value
     assert move_data_to_device([value, x()], META)[0] is value
+
+
+def test_arrays_stay_arrays() -> None:
+    array = np.ones(2)
+    assert move_data_to_device({"x": x(), "ids": array, "words": np.array(["a"])}, META)["ids"] is array
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_tensors_are_moved(layout: Any) -> None:
+    sparse = torch.eye(2).to_sparse(layout=layout)
+    assert move_data_to_device([sparse], "cpu")[0] is sparse
+    moved = move_data_to_device([sparse], META)[0]
+    assert (moved.device, moved.layout) == (META, layout)
+
+
+def test_nested_tensors_are_moved() -> None:
+    ragged = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert move_data_to_device([ragged], "cpu")[0] is ragged
+    moved = move_data_to_device([ragged], META)[0]
+    assert (moved.device, moved.is_nested) == (META, True)
+
+
+def test_tensor_subclasses_stay_what_they_are() -> None:
+    moved = move_data_to_device([x().as_subclass(Marked)], META)[0]
+    assert (type(moved), moved.device) == (Marked, META)
+
+
+def test_a_graph_beside_other_things() -> None:
+    batch = {"graph": Graph(nodes=x(), edges=x()), "rest": ("text", [x(), np.ones(1), None])}
+    moved = move_data_to_device(batch, META)
+    assert {tensor.device for tensor in moved["graph"].tensors.values()} == {META}
+    assert moved["rest"][1][0].device == META
+    assert moved["graph"].asked == [False]  # only from the CPU to CUDA
+    assert moved["rest"][1][1] is batch["rest"][1][1]
+
+
+def _positional(device: Any) -> None: ...
+
+
+def _forwarding(*args: Any, **kwargs: Any) -> None: ...
+
+
+def _only_names(device: Any, **kwargs: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("to", "expected"),
+    [
+        (Graph().to, True),
+        (_forwarding, True),
+        (pack_sequence([x()]).to, True),
+        (_positional, False),
+        (_only_names, False),
+        (Movable(x()).to, False),
+        (operator.itemgetter(0), False),
+    ],
+)
+def test_whose_copies_do_not_block(to: Any, expected: bool) -> None:
+    assert _takes_non_blocking(to) is expected
+
+
+def test_hugging_face_batches_and_outputs() -> None:
+    transformers = pytest.importorskip("transformers")
+    batch = transformers.BatchEncoding({"input_ids": x(), "text": ["a"]})
+    moved = move_data_to_device([batch], META)[0]
+    assert (type(moved), moved["input_ids"].device, moved["text"]) == (type(batch), META, ["a"])
+    assert _takes_non_blocking(batch.to)
+    output = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=x())
+    moved = move_data_to_device(output, META)
+    assert (type(moved), moved.last_hidden_state.device, moved[0].device) == (type(output), META, META)
+    assert output.last_hidden_state.device.type == "cpu"
+
+
+@pytest.mark.parametrize("kind", [list, dict, Sample])
+def test_a_container_that_holds_itself_is_named(kind: Any) -> None:
+    batch = kind(x()) if kind is Sample else kind()
+    if kind is list:
+        batch.append(batch)
+    elif kind is dict:
+        batch["again"] = batch
+    else:
+        batch.x = [batch]
+    with pytest.raises(
+        ValueError,
+        match=r"^This batch can't be moved: one of its containers holds itself, or they are nested too deep\. Take the"
+        r" reference to itself out of what the data set or `collate_fn` returns\.$",
+    ):
+        move_data_to_device(batch, META)
 
 
 def test_gradients_flow_through_the_move() -> None:
