@@ -5,19 +5,16 @@ import csv
 import io
 import json
 import os
-import re
-import weakref
-from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import asdict, is_dataclass
 from typing import Any
 
-from torch import Tensor
 from typing_extensions import override
 
+from fabric.loggers.ending import Ending
 from fabric.loggers.growing_file import GrowingFile, LocalFile, RemoteFile
 from fabric.loggers.logger import Logger
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.loggers.run_folder import RunFolder
+from fabric.loggers.values import as_dict, as_numbers
 from fabric.utilities.rank_zero import rank_zero_only
 from fabric.utilities.types import PathLike
 
@@ -58,11 +55,7 @@ class CSVLogger(Logger):
     ) -> None:
         if flush_logs_every_n_steps < 1:
             raise ValueError(f"`CSVLogger(flush_logs_every_n_steps={flush_logs_every_n_steps})` must be at least 1.")
-        self._root_dir = os.fspath(root_dir)
-        self._local_root = local_path(self._root_dir)
-        self._name = name or ""
-        self._free_to_move = version is None
-        self._version = self._next_version() if version is None else version
+        self._folder = RunFolder(root_dir, name, version)
         self._prefix = prefix
         self._every_n = flush_logs_every_n_steps
         self._table: _Table | None = None
@@ -70,30 +63,28 @@ class CSVLogger(Logger):
     @property
     @override
     def name(self) -> str:
-        return self._name
+        return self._folder.name
 
     @property
     @override
     def version(self) -> int | str:
-        self._free_to_move = False
-        return self._version
+        return self._folder.version
 
     @property
     @override
     def root_dir(self) -> str:
-        return self._root_dir
+        return self._folder.root_dir
 
     @property
     @override
     def log_dir(self) -> str:
         """The folder of this run. It exists once something was written."""
-        self._free_to_move = False  # the caller may make this folder
-        return self._join(self._root_dir)
+        return self._folder.path
 
     @override
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        row = {self._prefixed(name): _number(name, value) for name, value in metrics.items()}
+        row = as_numbers(metrics, self._prefix)
         if self._table is None:
             self._table = _Table(self._open("metrics.csv"))
         self._table.add(row, step)
@@ -103,7 +94,7 @@ class CSVLogger(Logger):
     def log_hyperparams(self, params: Any) -> None:
         """Merge them into `hparams.json` beside the metrics; what JSON has no form for is written as its `str`."""
         file = self._open("hparams.json")
-        merged = {**json.loads(file.read() or "{}"), **_as_dict(params)}
+        merged = {**json.loads(file.read() or "{}"), **as_dict(params)}
         file.replace(json.dumps(merged, indent=2, default=str) + "\n")
 
     @override
@@ -116,47 +107,13 @@ class CSVLogger(Logger):
         self.save()
         return {**self.__dict__, "_table": None}
 
-    def _prefixed(self, name: str) -> str:
-        return f"{self._prefix}-{name}" if self._prefix else name
-
-    def _join(self, root: str) -> str:
-        folder = self._version if isinstance(self._version, str) else f"version_{self._version}"
-        separator = "/" if self._local_root is None else os.sep
-        return separator.join(part for part in (root.rstrip("/") or root, self._name, folder) if part)
-
     def _open(self, filename: str) -> GrowingFile:
-        if self._local_root is not None:
-            return LocalFile(os.path.join(self._make_local_folder(self._local_root), filename))
-        file = RemoteFile(f"{self.log_dir}/{filename}", every_n=self._every_n)
-        weakref.finalize(self, file.flush)
+        folder = self._folder.make()
+        if self._folder.is_local:
+            return LocalFile(os.path.join(folder, filename))
+        file = RemoteFile(f"{folder}/{filename}", every_n=self._every_n)
+        Ending(self, lambda status: file.flush())
         return file
-
-    def _make_local_folder(self, root: str) -> str:
-        """Make the folder of this run; a number of our own choice must not be one that another job has taken since."""
-        while True:
-            try:
-                os.makedirs(self._join(root), exist_ok=not self._free_to_move)
-            except FileExistsError:
-                if not self._free_to_move:
-                    raise
-                self._version = self._next_version()
-            else:
-                self._free_to_move = False
-                return self._join(root)
-
-    def _next_version(self) -> int:
-        folders = [os.path.basename(path.rstrip("/\\")) for path in self._list_versions()]
-        numbers = [int(match[1]) for folder in folders if (match := re.fullmatch(r"version_(\d+)", folder))]
-        return max(numbers, default=-1) + 1
-
-    def _list_versions(self) -> list[str]:
-        try:
-            if self._local_root is not None:
-                return os.listdir(os.path.join(self._local_root, self._name))
-            filesystem, path = split_url(f"{self._root_dir.rstrip('/')}/{self._name}")
-            return list(filesystem.ls(path, detail=False))
-        except FileNotFoundError:
-            return []
 
 
 class _Table:
@@ -195,22 +152,3 @@ def _format_rows(rows: list[list[Any]]) -> str:
     text = io.StringIO(newline="")
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()
-
-
-def _number(name: str, value: Any) -> Any:
-    if not isinstance(value, Tensor):
-        return value
-    if value.numel() != 1:
-        raise ValueError(
-            f"`log_metrics` got a tensor of shape {tuple(value.shape)} for `{name}`, which is not one number."
-            f" Reduce it first, for example with `.mean()`."
-        )
-    return value.item()
-
-
-def _as_dict(params: Any) -> dict[str, Any]:
-    if isinstance(params, Namespace):
-        return vars(params)
-    if is_dataclass(params) and not isinstance(params, type):
-        return asdict(params)
-    return dict(params)

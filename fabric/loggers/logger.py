@@ -80,6 +80,9 @@ class Logger(ABC):
     def finalize(self, status: str) -> None:
         """The run is over: write out what is held back and let go of files and connections.
 
+        Fabric calls it at the end of a script that launched, and when a launched function fails. It may be called
+        again, and a logger may be used again after it.
+
         Args:
             status: How it ended, `"success"` or `"failed"`.
         """

@@ -17,6 +17,7 @@ import torch
 
 from fabric.loggers import CSVLogger
 from fabric.loggers.growing_file import LocalFile, RemoteFile
+from tests.processes.jobs import python, script
 
 
 def rows(path: Path | str) -> list[dict[str, str]]:
@@ -37,7 +38,7 @@ def test_a_row_outlives_a_process_that_is_killed(tmp_path: Path) -> None:
         "CSVLogger(sys.argv[1], name='').log_metrics({'loss': 1.0}, step=0)\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=60)
+    ended = subprocess.run([sys.executable, "-c", script, str(tmp_path)], timeout=120)
     assert ended.returncode == -signal.SIGKILL
     assert rows(tmp_path / "version_0/metrics.csv") == [{"step": "0", "loss": "1.0"}]
 
@@ -222,8 +223,10 @@ def test_rows_go_out_to_a_url_after_some_time(memory_url: str) -> None:
     assert remote_text(f"{memory_url}/a") == "one\n"
 
 
-REMOTE_SCRIPT = """
-import sys
+# A file system whose files have no append and which the logger does not know as the local disk.
+BUCKET = """
+import sys, time
+from pathlib import Path
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
@@ -240,6 +243,8 @@ class Bucket(LocalFileSystem):
 
 fsspec.register_implementation("bucket", Bucket)
 from fabric.loggers import CSVLogger
+"""
+FAILS = """
 logger = CSVLogger("bucket://" + sys.argv[1], name="")
 logger.log_metrics({"loss": 1.0}, step=0)
 raise RuntimeError("the loop failed")
@@ -247,7 +252,71 @@ raise RuntimeError("the loop failed")
 
 
 def test_rows_go_out_to_a_url_at_the_end_of_a_process_that_fails(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", REMOTE_SCRIPT, str(tmp_path)]
-    ended = subprocess.run(command, timeout=60, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", BUCKET + FAILS, str(tmp_path)]
+    ended = subprocess.run(command, timeout=120, stderr=subprocess.PIPE, text=True)
     assert ended.stderr.endswith("RuntimeError: the loop failed\n")
     assert rows(tmp_path / "version_0/metrics.csv") == [{"step": "0", "loss": "1.0"}]
+
+
+JOB = """
+from fabric import Fabric
+from fabric.loggers import Logger
+
+class StatusLogger(Logger):
+    name, version = "status", 0
+
+    def log_metrics(self, metrics, step=None):
+        pass
+
+    def log_hyperparams(self, params):
+        pass
+
+    def finalize(self, status):
+        Path(sys.argv[1], f"status-{fabric.global_rank}").write_text(status)
+
+def main(fabric):
+    fabric.log("loss", 1.0, step=0)
+    fabric.barrier()
+    folder = Path(sys.argv[1])
+    (folder / f"new-{fabric.global_rank}").write_text(str(os.getpid()))
+    (folder / f"new-{fabric.global_rank}").rename(folder / f"ready-{fabric.global_rank}")
+    if sys.argv[2] == "exit":
+        sys.exit(3)
+    if sys.argv[2] == "wait":
+        fabric.barrier() if fabric.global_rank == 0 else time.sleep(60)
+
+if __name__ == "__main__":
+    import os
+    logger = CSVLogger("bucket://" + sys.argv[1] + "/logs", name="", version=0)
+    fabric = Fabric(accelerator="cpu", devices=2, loggers=[logger, StatusLogger()], strategy=sys.argv[3])
+    if sys.argv[3] == "ddp":
+        fabric.launch()
+        main(fabric)
+    else:
+        fabric.launch(main)
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not os.path.isdir("/proc"), reason="looks for processes in /proc")
+@pytest.mark.parametrize(
+    ("act", "strategy", "signals", "code", "status"),
+    [
+        ("exit", "ddp", {}, 3, None),  # rank 0 ends by itself, before it can know of the others
+        ("wait", "ddp", {0: signal.SIGTERM}, 128 + signal.SIGTERM, "failed"),
+        ("wait", "ddp", {1: signal.SIGKILL}, 128 + signal.SIGKILL, "failed"),
+        ("end", "ddp_fork", {}, 0, None),
+    ],
+)
+def test_rows_go_out_to_a_url_however_a_job_ends(
+    tmp_path: Path, act: str, strategy: str, signals: dict[int, int], code: int, status: str | None
+) -> None:
+    job = python(
+        script(tmp_path, BUCKET + JOB), str(tmp_path), act, strategy, folder=tmp_path, environ={"FABRIC_GRACE": "1"}
+    )
+    pids = [int(job.said(f"ready-{rank}")) for rank in range(2)]
+    for rank, signum in signals.items():
+        os.kill(pids[rank], signum)
+    assert job.wait() == code
+    assert rows(tmp_path / "logs/version_0/metrics.csv") == [{"step": "0", "loss": "1.0"}]
+    assert status is None or (tmp_path / "status-0").read_text() == status

@@ -53,6 +53,12 @@ class SubprocessLauncher(Launcher):
         active._validate_can_be_joined(self._environment)
         return enter(active._environment, *args, **kwargs)
 
+    @classmethod
+    def job_failed(cls) -> bool:
+        """Whether a rank of the job that this process has started has failed, or a signal ends it, as far as known."""
+        supervisor = None if cls._active is None else cls._active._supervisor
+        return supervisor is not None and supervisor.failed
+
     @override
     def teardown(self) -> None:
         if self._supervisor is not None:
