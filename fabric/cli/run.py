@@ -74,6 +74,7 @@ def add_run_command(commands: Any) -> argparse.ArgumentParser:
     )
     for name, (metavar, meaning) in _OPTIONS.items():
         parser.add_argument(f"--{name}", metavar=metavar, help=meaning)
+    parser.add_argument("--debug", action="store_true", help="check the ranks at each collective, and values for NaN")
     parser.add_argument("-m", metavar="module", dest="module", help="run a module, as `python -m module` does")
     return parser
 
@@ -122,6 +123,7 @@ def _parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> _Request:
     if not is_module and not os.path.exists(program[0]):
         parser.error(f"there is no file `{program[0]}` in `{os.getcwd()}`.")
     given = {name: getattr(options, name.replace("-", "_")) for name in _OPTIONS}
+    given["debug"] = "1" if options.debug else None
     return _Request(
         program,
         arguments=tuple(rest[len(program) :]),

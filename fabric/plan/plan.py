@@ -32,6 +32,19 @@ class Choice(Generic[T]):
 
 
 @dataclass(frozen=True)
+class DebugOptions:
+    """The numbers of debug mode.
+
+    Args:
+        timeout: Seconds that a rank waits for the others at a collective.
+        every: Steps of an optimizer after which replicas are compared.
+    """
+
+    timeout: float = 60.0
+    every: int = 100
+
+
+@dataclass(frozen=True)
 class Plan:
     """What `Fabric(...)` will run. Made by `resolve`; nothing has been started or initialised yet.
 
@@ -46,6 +59,7 @@ class Plan:
         environment: Who this process is in the job.
         threads: Threads of each rank; None leaves them alone.
         checkpoint_io: Reads and writes single files; None for the strategy's own.
+        debug: The checks of debug mode; None, and not shown, where it is off.
     """
 
     accelerator: Choice[Accelerator]
@@ -57,6 +71,7 @@ class Plan:
     environment: Choice[ClusterEnvironment]
     threads: Choice[int | None]
     checkpoint_io: Choice[CheckpointIO | None]
+    debug: Choice[DebugOptions | None]
 
     @property
     def world_size(self) -> int:
@@ -65,7 +80,8 @@ class Plan:
 
     def explain(self) -> str:
         """The plan as a table: one row for each choice, its reason last."""
-        rows = [(field.name, getattr(self, field.name)) for field in fields(self)]
+        shown = [field.name for field in fields(self) if field.name != "debug" or self.debug.value is not None]
+        rows = [(name, getattr(self, name)) for name in shown]
         name_width = max(len(name) for name, _ in rows) + 2
         value_width = max(len(str(choice)) for _, choice in rows) + 2
         return "\n".join(f"{name:<{name_width}}{choice!s:<{value_width}}{choice.reason}" for name, choice in rows)

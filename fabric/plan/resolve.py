@@ -5,6 +5,7 @@ from collections.abc import Mapping
 
 from fabric.accelerators import Accelerator, Inventory
 from fabric.plan.arguments import Arguments
+from fabric.plan.debug import choose_debug
 from fabric.plan.kinds import (
     auto_strategy,
     choose_accelerator,
@@ -77,6 +78,7 @@ def resolve(
         environment=Choice(layout.environment, environment.reason, layout.environment.name),
         threads=choose_threads(environ, inventory, local_world_size=layout.environment.local_world_size()),
         checkpoint_io=_checkpoint_io(plugins.checkpoint_io),
+        debug=choose_debug(environ),
     )
 
 

@@ -42,6 +42,7 @@ def seen(folder: Path, rank: int = 0) -> list[object]:
         (["--precision", "bf16-mixed"], {"FABRIC_PRECISION": "bf16-mixed"}),
         (["--devices=auto", "--accelerator=cpu"], {"FABRIC_ACCELERATOR": "cpu", "FABRIC_DEVICES": "auto"}),
         (["--devices", "-1"], {"FABRIC_DEVICES": "-1"}),
+        (["--debug", "--devices", "1"], {"FABRIC_DEBUG": "1", "FABRIC_DEVICES": "1"}),
         (["--devices", "2", "--strategy", "ddp_spawn"], {"FABRIC_DEVICES": "2", "FABRIC_STRATEGY": "ddp_spawn"}),
         (
             ["--num-nodes", "2", "--node-rank", "1", "--main-address", "h", "--main-port", "1", "--devices", "2"],
