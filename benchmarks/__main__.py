@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.report import INSTALLED, Row, table
 
-SUBJECTS = ("imports", "step", "steppability", "loader", "ddp", "launch", "checkpoint")
+SUBJECTS = ("imports", "step", "steppability", "loader", "resume", "ddp", "gather", "launch", "checkpoint")
 DISTRIBUTIONS = {"fabric": "fabric-runtime", "lightning": "lightning", "accelerate": "accelerate"}
 ROOT = Path(__file__).resolve().parents[1]
 

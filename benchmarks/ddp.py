@@ -26,15 +26,20 @@ ROUNDS = "BENCHMARK_ROUNDS"
 
 
 def measure(quick: bool) -> list[Row]:
-    """Run this file as a 2-rank job under torchrun, which every library understands, and read what rank 0 measured."""
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m", "benchmarks.ddp", "job"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", ROUNDS: "3" if quick else "150"}
+    times = measured_by_job("benchmarks.ddp", rounds=3 if quick else 150)
+    return [_row(name, times) for name in times if name != "raw"]
+
+
+def measured_by_job(module: str, rounds: int) -> dict[str, list[float]]:
+    """Run `module job` on 2 ranks under torchrun, which every library understands, and read what rank 0 measured."""
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m", module, "job"]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", ROUNDS: str(rounds)}
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, *words], env=environ, cwd=root, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"the job ended with {done.returncode}:\n{done.stderr}")
     times: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
-    return [_row(name, times) for name in times if name != "raw"]
+    return times
 
 
 def _row(name: str, times: dict[str, list[float]]) -> Row:

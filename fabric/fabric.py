@@ -2,10 +2,10 @@
 """The facade: each method names who does the work."""
 
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar, cast, overload
+from typing import Any, Literal, TypeVar, cast, overload
 from weakref import ref
 
 from torch import Tensor
@@ -17,15 +17,19 @@ from fabric import validation
 from fabric.accelerators import Accelerator, take_inventory
 from fabric.callbacks import Callbacks
 from fabric.checkpoint import load_raw
-from fabric.data import _FabricDataLoader, sampling_seed, shard_dataloader
+from fabric.data import Moving, Ranks, Reading, _FabricDataLoader, sampling_seed, shard_dataloader
+from fabric.debugging import Checks, DebugChecks
+from fabric.evaluation import Agreement
 from fabric.facade import Observe, Talk
 from fabric.loggers import Logger
-from fabric.plan import Arguments, resolve
+from fabric.loggers.ending import finalize_at_exit, saved_after
+from fabric.plan import Arguments, Plan, resolve
 from fabric.plugins.environments import ClusterEnvironment
 from fabric.run_override import launching
 from fabric.strategies import Strategy
 from fabric.strategies.launchers import SubprocessLauncher, create_launcher
 from fabric.utilities.seed import collect_rng_states, seed_everything, set_rng_states
+from fabric.watching import Screen
 from fabric.wrappers import (
     SetUpObjects,
     _copy_plain_values,
@@ -86,11 +90,14 @@ class Fabric(Talk, Observe):
         self._strategy = self._plan.strategy.value
         self._precision = self._plan.precision.value
         self._callbacks = Callbacks(_as_list(callbacks))
+        self._screen = Screen()
         self._loggers: list[Logger] = validation._validated_loggers(_as_list(loggers))
         self._launcher = create_launcher(
             self._plan.launcher.value, environment=self._plan.environment.value, threads=self._plan.threads.value
         )
+        self._checks = _create_checks(self._plan)
         self._launched = False
+        self._agreement = Agreement()
         self._set_up = SetUpObjects()
         self._only_module: Callable[[], Module | None] = _no_module  # what the strategy made of it, held weakly
         self._bind(self._plan.environment.value)
@@ -123,14 +130,13 @@ class Fabric(Talk, Observe):
         """What each rank does at launch."""
         self._bind(environment)
         self._strategy.setup_environment()
+        self._checks.enter()
         self._launched = True
         if function is None:
+            finalize_at_exit(self._loggers)
             return None
-        try:
+        with saved_after(self._loggers):
             return function(self, *args, **kwargs)
-        finally:
-            for logger in self._loggers:  # a process that runs a function ends without Python's exit handlers
-                logger.save()
 
     def _bind(self, environment: ClusterEnvironment) -> None:
         self._strategy.bind(
@@ -150,6 +156,8 @@ class Fabric(Talk, Observe):
     def teardown(self) -> None:
         """Leave the process group and take away the hooks and signal handlers that `launch()` installed."""
         if self._launched:
+            self._agreement = Agreement()  # leaving the group waits for the votes that nobody has asked for
+            self._checks.leave()
             self._strategy.teardown()
             self._launcher.teardown()
             self._launched = False
@@ -192,7 +200,7 @@ class Fabric(Talk, Observe):
         Returns:
             The wrapped module, followed by the wrapped optimizers (and the scheduler, if there is one).
         """
-        self._require_launch("setup")
+        self._require_launch("setup", module)
         validation._validate_module(module, self._set_up)
         validation._validate_optimizers(optimizers, self._set_up)
         plain, compile_again = _unwrap_compiled(module) if _reapply_compile else (module, None)
@@ -204,6 +212,8 @@ class Fabric(Talk, Observe):
         forward_module, plain_optimizers, scheduler = self._strategy.setup_module_and_optimizers(
             module, optimizers, scheduler
         )
+        self._checks.watch(forward_module, module, compiled=compile_again is not None)
+        self._checks.watch_optimizers(plain_optimizers)
         self._only_module = (
             _no_module if any(isinstance(w, Module) for w in self._set_up.values()) else ref(forward_module)
         )
@@ -224,32 +234,56 @@ class Fabric(Talk, Observe):
         """Set up optimizers alone; returns one, or a tuple of them."""
         self._require_launch("setup_optimizers")
         validation._validate_optimizers(optimizers, self._set_up, at_least_one=True)
-        wrapped = tuple(_FabricOptimizer(self._strategy.setup_optimizer(o), self._strategy) for o in optimizers)
+        plain_optimizers = [self._strategy.setup_optimizer(optimizer) for optimizer in optimizers]
+        self._checks.watch_optimizers(plain_optimizers)
+        wrapped = tuple(_FabricOptimizer(optimizer, self._strategy) for optimizer in plain_optimizers)
         self._set_up.update((id(user), wrapper) for user, wrapper in zip(optimizers, wrapped, strict=True))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     def setup_dataloaders(
-        self, *dataloaders: DataLoader[Any], use_distributed_sampler: bool = True, move_to_device: bool = True
+        self,
+        *dataloaders: Iterable[Any],
+        use_distributed_sampler: bool = True,
+        move_to_device: bool = True,
+        prefetch: int = 0,
+        uneven: Literal["pad", "stop"] = "pad",
+        replay: bool = False,
     ) -> Any:
         """Shard data loaders over the ranks and move their batches.
 
         Args:
-            *dataloaders: PyTorch loaders; they are not changed.
-            use_distributed_sampler: False leaves the samplers as they are.
+            *dataloaders: PyTorch loaders, which are not changed. The batches of any other iterable are only moved.
+            use_distributed_sampler: False leaves the samplers, and streams, as they are.
             move_to_device: False leaves the batches where the loader put them.
+            prefetch: So many batches are moved to the device before the loop asks for them. Where nothing is moved, as
+                on the CPU, there is nothing to do ahead.
+            uneven: What a rank does whose stream ends before another's: `pad` repeats a batch, whose `loader.share` has
+                no valid samples, until all have ended; with `stop` all end with the first.
+            replay: Go on in the middle of data that has no place to go to by loading its first batches once more.
 
         Returns:
             One wrapped loader, or a list of them.
         """
         self._require_launch("setup_dataloaders")
         validation._validate_dataloaders(dataloaders)
-        seeds = self._strategy.broadcast([sampling_seed(loader) for loader in dataloaders])
-        move = self._strategy.batch_to_device if move_to_device and self._strategy.moves_batches else None
+        validation._validate_loading(prefetch, uneven)
+        strategy = self._strategy
+        move = strategy.batch_to_device if move_to_device and strategy.moves_batches else None
+        moving = Moving(self._checks.batches(move), prefetch, strategy.root_device)
+        ranks = Ranks(
+            **strategy.distributed_sampler_kwargs,
+            decide=strategy.start_boolean_decision,
+            gather=strategy.gather_objects,
+        )
+        seeds = strategy.broadcast([sampling_seed(loader) for loader in dataloaders])
         wrapped = []
         for loader, seed in zip(dataloaders, seeds, strict=True):
-            if use_distributed_sampler:
-                loader = shard_dataloader(loader, **self._strategy.distributed_sampler_kwargs, seed=seed)
-            wrapped.append(_FabricDataLoader(self._strategy.process_dataloader(loader), move=move))
+            if isinstance(loader, DataLoader):
+                if use_distributed_sampler:
+                    loader = shard_dataloader(loader, num_replicas=ranks.num_replicas, rank=ranks.rank, seed=seed)
+                loader = strategy.process_dataloader(loader)
+            reading = Reading(ranks, shard=use_distributed_sampler, uneven=uneven, replay=replay, seed=seed)
+            wrapped.append(_FabricDataLoader(loader, reading=reading, moving=moving))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     @contextmanager
@@ -407,6 +441,11 @@ class Fabric(Talk, Observe):
 
 def _no_module() -> None:
     """There is none, or there are several."""
+
+
+def _create_checks(plan: Plan) -> Checks:
+    debug = plan.debug.value
+    return Checks() if debug is None else DebugChecks(plan.strategy.value, timeout=debug.timeout, every=debug.every)
 
 
 def _as_list(value: Any) -> list[Any]:

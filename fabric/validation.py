@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks at the boundary: what `Fabric` is given, before anything is done with it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from fabric.loggers import Logger
 from fabric.plan import Plan
@@ -75,14 +76,43 @@ def _validate_dataloaders(loaders: Sequence[Any]) -> None:
     for loader in loaders:
         if is_wrapped(loader):
             raise ValueError("This data loader was set up before. Each loader is set up once, as you made it.")
-        if not isinstance(loader, DataLoader):
-            hint = (
-                " Pass loaders one by one: `setup_dataloaders(*loaders)`." if isinstance(loader, list | tuple) else ""
-            )
+        if not isinstance(loader, DataLoader) and (hint := _why_no_loader(loader)):
             raise TypeError(
-                f"`fabric.setup_dataloaders(...)` takes `torch.utils.data.DataLoader` objects,"
-                f" but got `{type(loader).__name__}`.{hint}"
+                "`fabric.setup_dataloaders(...)` takes data loaders or other iterables over batches, but got"
+                f" `{type(loader).__name__}`. {hint}"
             )
+
+
+def _why_no_loader(obj: Any) -> str | None:
+    """What to pass in the place of something that is no loader; None for anything that can be iterated over."""
+    if isinstance(obj, list | tuple) and any(isinstance(item, DataLoader) or is_wrapped(item) for item in obj):
+        return "Pass loaders one by one: `setup_dataloaders(*loaders)`."
+    if isinstance(obj, Mapping):
+        return "Pass loaders one by one: `setup_dataloaders(*loaders.values())`."
+    if isinstance(obj, Dataset) and not _ends_in_a_loader(obj):
+        return "Wrap it: `torch.utils.data.DataLoader(dataset, batch_size=...)`."
+    if isinstance(obj, str | bytes | Tensor | Module | type) or not isinstance(obj, Iterable):
+        call = " If it is a function that makes batches, call it." if callable(obj) else ""
+        return f"Pass a `torch.utils.data.DataLoader`.{call}"
+    return None
+
+
+def _ends_in_a_loader(dataset: Any) -> bool:
+    """WebDataset's `WebLoader` is a data set that reads from a loader."""
+    pipeline = getattr(dataset, "pipeline", None)
+    return isinstance(pipeline, list) and bool(pipeline) and isinstance(pipeline[0], DataLoader)
+
+
+def _validate_loading(prefetch: Any, uneven: Any) -> None:
+    if not isinstance(prefetch, int) or isinstance(prefetch, bool) or prefetch < 0:
+        raise ValueError(
+            f"`fabric.setup_dataloaders(..., prefetch={prefetch!r})` takes the number of batches to move ahead: an"
+            " integer, 0 or more."
+        )
+    if uneven not in ("pad", "stop"):
+        raise ValueError(
+            f"`fabric.setup_dataloaders(..., uneven={uneven!r})` is not a way to end. Choose one of 'pad', 'stop'."
+        )
 
 
 def _validate_clipping(module: Any, optimizer: Any, clip_val: float | None, max_norm: float | None) -> None:

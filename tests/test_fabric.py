@@ -116,6 +116,12 @@ NEEDS_LAUNCH = {
     "all_gather": lambda f: f.all_gather(torch.ones(1)),
     "all_reduce": lambda f: f.all_reduce(torch.ones(1)),
     "rank_zero_first": lambda f: f.rank_zero_first().__enter__(),
+    "gather_for_metrics": lambda f: f.gather_for_metrics(torch.ones(1), DataLoader([1])),
+    "weighted_mean": lambda f: f.weighted_mean(1, 1),
+    "any_rank": lambda f: f.any_rank(True),
+    "all_ranks": lambda f: f.all_ranks(True),
+    "join_uneven_inputs": lambda f: f.join_uneven_inputs(nn.Linear(1, 1)),
+    "accumulate": lambda f: f.accumulate(DataLoader([1]), 2),
     "save": lambda f: f.save("file", {}),
     "load": lambda f: f.load("file"),
     "load_raw": lambda f: f.load_raw("file", nn.Linear(1, 1)),
@@ -277,13 +283,14 @@ WRONG_SETUPS = {
     ),
     "not a loader": (
         TypeError,
-        lambda f: f.setup_dataloaders(range(3)),
-        "`fabric.setup_dataloaders(...)` takes `torch.utils.data.DataLoader` objects, but got `range`.",
+        lambda f: f.setup_dataloaders(3),
+        "`fabric.setup_dataloaders(...)` takes data loaders or other iterables over batches, but got `int`. Pass a"
+        " `torch.utils.data.DataLoader`.",
     ),
     "list of loaders": (
         TypeError,
         lambda f: f.setup_dataloaders([DataLoader([1])]),
-        "`fabric.setup_dataloaders(...)` takes `torch.utils.data.DataLoader` objects, but got `list`."
+        "`fabric.setup_dataloaders(...)` takes data loaders or other iterables over batches, but got `list`."
         " Pass loaders one by one: `setup_dataloaders(*loaders)`.",
     ),
     "loader twice": (
@@ -875,7 +882,7 @@ class TestOnRanks:
     def test_gathering_unlike_shapes_names_them(self):
         text = (
             "`fabric.all_gather(...)` needs tensors of one shape and dtype on all ranks, but got"
-            " rank 0: float32 [1]; rank 1: float32 [2]. Pad them to the same shape first."
+            " rank 0: float32 [1]; rank 1: float32 [2]. Pad them to the same shape first, or pass `pad_value=`."
         )
         assert run_ranks(2, ragged_gather) == [text] * 2
 

@@ -36,10 +36,13 @@ NAMES = {
     "fabric.plugins.precision.amp": "MixedPrecision",
     "fabric.plugins.io": "CheckpointIO TorchCheckpointIO",
     "fabric.plugins.environments": "ClusterEnvironment LightningEnvironment TorchElasticEnvironment",
-    "fabric.loggers": "Logger CSVLogger",
+    "fabric.loggers": "Logger CSVLogger TensorBoardLogger WandbLogger MLFlowLogger CometLogger AimLogger ClearMLLogger"
+    " TrackioLogger SwanLabLogger",
     "fabric.loggers.logger": "Logger",
     "fabric.utilities": "rank_zero_only rank_zero_warn rank_zero_info move_data_to_device convert_tensors_to_scalars"
-    " suggested_max_num_workers has_len has_iterable_dataset AttributeDict",
+    " suggested_max_num_workers has_len has_iterable_dataset AttributeDict Throughput ThroughputMonitor measure_flops",
+    "fabric.utilities.throughput": "Throughput ThroughputMonitor measure_flops get_available_flops",
+    "fabric.utilities.spike": "SpikeDetection",
     "fabric.utilities.rank_zero": "rank_zero_only rank_zero_warn rank_zero_info",
     "fabric.utilities.apply_func": "move_data_to_device convert_tensors_to_scalars",
     "fabric.utilities.data": "suggested_max_num_workers has_len has_iterable_dataset AttributeDict",
@@ -64,7 +67,8 @@ def modules_after(statement: str) -> set[str]:
 
 
 def test_the_layout() -> None:
-    folders = "accelerators checkpoint cli data loggers plan plugins processes strategies utilities wrappers"
+    folders = "accelerators checkpoint cli data debugging evaluation facade loggers plan plugins processes strategies"
+    folders += " utilities watching wrappers"
     files = "README.md CHANGELOG.md CONTRIBUTING.md LICENSE pyproject.toml constraints.txt .ci/run fabric/py.typed"
     missing = [name for name in folders.split() if not (PACKAGE / name).is_dir()]
     missing += [name for name in files.split() if not (ROOT / name).is_file()]

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where a loader stands: epochs that advance by themselves, and resuming in the middle of one."""
 
-from collections.abc import Callable, Iterator, Mapping
-from copy import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import partial
 from typing import Any
 
-from torch.utils.data import DataLoader, SequentialSampler
+import torch
 
-from fabric.data.sharding import Sharding
-from fabric.utilities.data import has_iterable_dataset
-from fabric.utilities.seed import IsolatedRandom, derive_seed
+from fabric.data.agreement import Agreed
+from fabric.data.place import Place
+from fabric.data.prefetch import prefetched
+from fabric.data.share import Share
+from fabric.data.source import Reading, Source, Stated
+
+Move = Callable[[Any], Any]
 
 
-@dataclass
-class _Place:
-    """A place in the data: `position` batches of this rank (`consumed` items of the global order) into an epoch."""
+@dataclass(frozen=True)
+class Moving:
+    """How batches get to the device.
 
-    epoch: int
-    position: int
-    consumed: int
-    exhausted: bool = False
-    left: bool = False  # the epoch has advanced: its iterator is gone, or another one has started
+    Args:
+        move: Called with each batch; what it returns is yielded. None hands the batches through.
+        prefetch: So many batches are moved before they are asked for.
+        device: Where they are moved to.
+    """
+
+    move: Move | None = None
+    prefetch: int = 0
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (it can't be changed)
 
 
 class Epochs:
@@ -32,67 +39,74 @@ class Epochs:
     So a `set_epoch` of the user's in between wins.
 
     Args:
-        loader: A loader, from `shard_dataloader` or as the user made it.
+        source: What is read.
+        reading: How the ranks read it.
+        moving: How batches get to the device.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
-        self._sharding = Sharding.of(loader)
-        self._holders = _epoch_holders(loader)
+    def __init__(self, source: Source, reading: Reading, moving: Moving) -> None:
+        self._source = source
+        self._reading = reading
+        self._moving = moving
+        self._ahead = source.uneven or (moving.move is not None and moving.prefetch > 0)
+        self._holders = source.epoch_holders
         self._epoch = 0
-        self._current: _Place | None = None
-        self._resume: _Place | None = None
+        self._current: Place | None = None
+        self._latest: Place | None = None  # the same, also after `set_epoch`
+        self._resume: Place | None = None
+        self._votes: Sequence[Callable[[], bool]] = ()  # of the latest iteration
 
-    def start(self, move: Callable[[Any], Any] | None) -> Iterator[Any]:
-        """Start the next iteration.
-
-        Args:
-            move: Called with each batch; what it returns is yielded.
-        """
+    def start(self) -> Iterator[Any]:
+        """Start the next iteration."""
         if self._current is not None:
             self._leave(self._current)
         epoch = self._next_epoch()
-        place = self._resume if self._resume is not None and self._resume.epoch == epoch else _Place(epoch, 0, 0)
+        place = self._resume if self._resume is not None and self._resume.epoch == epoch else Place(epoch)
         self._resume = None
-        self._current = place
-        batches = self._batches_from(place)
-        leave = self._leave
-        return _Iteration(batches if move is None else map(move, batches), place, self._stride, leave)
+        self._current = self._latest = place
+        place.begun = place.position
+        return _Iteration(self._batches_from(place), place, self._source.stride, self._leave)
 
-    @property
-    def _stride(self) -> int:
-        return 1 if self._sharding is None else self._sharding.stride
+    def _batches_from(self, place: Place) -> Iterator[Any]:
+        source, moving = self._source, self._moving
+        batches = source.start(place, ahead=self._ahead)
+        stated = source.yields_states(self._ahead)
+        move = moving.move if moving.move is None or not stated else partial(_move_stated, moving.move)
+        if move is not None:
+            if moving.prefetch:
+                batches = prefetched(batches, move, moving.prefetch, moving.device)
+            else:
+                batches = map(move, batches)
+        if source.uneven:
+            batches = self._agree(batches, place, move)
+        return map(partial(_take_state, place), batches) if stated else batches
 
-    def _batches_from(self, place: _Place) -> Iterator[Any]:
-        if self._sharding is not None:
-            sampler = self._sharding.sampler
-            self._sharding.generator.manual_seed(derive_seed(sampler.seed, place.epoch, sampler.rank))
-        if place.position == 0 and place.consumed == 0:
-            return iter(self._loader)
-        if type(self._loader).__iter__ is not DataLoader.__iter__:
-            return self._replay(place)
-        if self._sharding is not None:
-            self._sharding.sampler.skip(place.consumed)
+    def _agree(self, batches: Iterator[Any], place: Place, move: Move | None) -> Iterator[Any]:
+        for vote in self._votes:  # that a `break` left behind
+            vote()
+        source = self._source
+
+        def one_more() -> Any:
             try:
-                return iter(self._loader)
-            finally:
-                self._sharding.sampler.skip(0)
-        with IsolatedRandom(derive_seed(place.epoch, place.position)):  # PyTorch draws a seed for its workers
-            return iter(_without_first(self._loader, place.position))
+                batch = source.one_more(place)
+            except StopIteration:
+                raise RuntimeError(
+                    f"This rank goes on in epoch {place.epoch} without a batch left to repeat, and its data set yields"
+                    " none when it begins anew. Save at the end of an epoch, or use"
+                    " `setup_dataloaders(..., uneven='stop')`."
+                ) from None
+            return batch if move is None else move(batch)
 
-    def _replay(self, place: _Place) -> Iterator[Any]:
-        """A loader with an `__iter__` of its own alone knows which batch comes when: let it run up to the place."""
-        with IsolatedRandom(derive_seed(place.epoch)):
-            batches = iter(self._loader)
-            for _ in islice(batches, place.position):
-                pass
-        return batches
+        decide, stop = self._reading.ranks.decide, self._reading.uneven == "stop"
+        agreed = Agreed(batches, place, decide=decide, stop=stop, one_more=one_more)
+        self._votes = agreed.votes
+        return agreed
 
     def _next_epoch(self) -> int:
         shown = (getattr(holder, "epoch", None) for holder in self._holders)
         return next((epoch for epoch in shown if isinstance(epoch, int)), self._epoch)
 
-    def _leave(self, place: _Place) -> None:
+    def _leave(self, place: Place) -> None:
         """Advance the epoch, unless the user has chosen another one meanwhile."""
         if place.left:
             return
@@ -111,47 +125,91 @@ class Epochs:
         if self._current is not None and self._current.left:
             self._current = None
 
+    @property
+    def share(self) -> Share | None:
+        """The share of the batch that was yielded last; None before the first."""
+        place = self._latest
+        return None if place is None or place.position == place.begun else self._source.share(place)
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """Epoch and position, as `state_dict` gives them."""
+        place = self._place()
+        return place.epoch, place.position
+
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, counted in batches that were *yielded*."""
         place = self._place()
-        seed = None if self._sharding is None else self._sharding.sampler.seed
-        return {"epoch": place.epoch, "position": place.position, "consumed": place.consumed, "seed": seed}
+        numbers = {
+            "epoch": place.epoch,
+            "position": place.position,
+            "consumed": place.consumed,
+            "seed": self._source.seed,
+        }
+        if not self._source.has_state:
+            return numbers
+        ranks = self._reading.ranks
+        gathered = ranks.gather((ranks.rank, self._state_of(place)))
+        return {**numbers, "streams": [state for _, state in sorted(dict(gathered).items())]}
 
-    def _place(self) -> _Place:
+    def _place(self) -> Place:
         current, following = self._current, self._next_epoch()
         if current is not None and not current.exhausted and (not current.left or following == current.epoch + 1):
             return current
         if self._resume is not None and self._resume.epoch == following:
             return self._resume
-        return _Place(following, 0, 0)
+        return Place(following)
+
+    def _state_of(self, place: Place) -> Any:
+        """The state of what is read at a place."""
+        latest = self._latest
+        if latest is None or place.resume is not None:
+            yielded = place is latest and place.position > place.begun
+            return self._state_after(place) if yielded else place.resume
+        if place is latest:
+            return self._state_after(place) if place.position > place.begun else None
+        ended = self._source.state_at_end() if latest.exhausted else None
+        return ended and {**ended, "ended": True}
+
+    def _state_after(self, place: Place) -> Any:
+        """The state after the batch that was yielded last, in the latest iteration."""
+        return place.stream if self._source.yields_states(self._ahead) else self._source.state()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned: the next iteration starts there."""
-        place = _Place(int(state["epoch"]), int(state["position"]), int(state["consumed"]))
-        if self._sharding is not None:
-            # Counted in samples: another number of ranks or another batch size goes on with the unseen ones.
-            place.position = place.consumed // self._sharding.stride
-            self._sharding.sampler.seed = state["seed"] if state["seed"] is not None else self._sharding.sampler.seed
-        elif place.position:
-            self._validate_resumable(place)
+        source = self._source
+        place = Place(int(state["epoch"]), int(state["position"]), int(state["consumed"]))
+        place.resume = self._own_stream(state)
+        source.resume_counts(place)
+        source.validate_resumable(place)
+        source.adopt_seed(state["seed"])
         self._current = None
         self.set_epoch(place.epoch)
         self._resume = place
+        self._latest = None
 
-    def _validate_resumable(self, place: _Place) -> None:
-        if has_iterable_dataset(self._loader):
+    def _own_stream(self, state: Mapping[str, Any]) -> Any:
+        """This rank's part of a state, where what is read has one."""
+        streams, ranks = state.get("streams"), self._reading.ranks
+        if streams is None or not self._source.has_state:
+            return None
+        if len(streams) != ranks.num_replicas and state["position"]:
             raise RuntimeError(
-                f"The loader was saved after {place.position} batches of epoch {place.epoch}, and its data set is an"
-                f" `IterableDataset` (`{type(self._loader.dataset).__name__}`), which has no position to go to."
-                " Save at the end of an epoch, or leave the loader out of the state and skip the batches yourself."
+                f"The loader was saved in the middle of epoch {state['epoch']} by {len(streams)} ranks, and"
+                f" {ranks.num_replicas} load it: a stream goes on only with as many as before. Save at the end of an"
+                " epoch to change the number of ranks."
             )
-        samplers = (self._loader.sampler, getattr(self._loader.batch_sampler, "sampler", None))
-        if not self._holders and not any(type(sampler) is SequentialSampler for sampler in samplers):
-            raise RuntimeError(
-                f"The loader was saved after {place.position} batches of epoch {place.epoch}, and it was set up with"
-                f" `use_distributed_sampler=False`: its order (by `{type(self._loader.sampler).__name__}`) can't"
-                " be drawn again. Give its sampler a `set_epoch`, or let `setup_dataloaders` shard it."
-            )
+        own = streams[ranks.rank] if len(streams) == ranks.num_replicas else None
+        return self._source.validate_state(own)
+
+
+def _move_stated(move: Move, item: Stated) -> Stated:
+    return Stated(move(item.batch), item.state)
+
+
+def _take_state(place: Place, item: Stated) -> Any:
+    place.stream = item.state
+    return item.batch
 
 
 class _Iteration(Iterator[Any]):
@@ -159,7 +217,7 @@ class _Iteration(Iterator[Any]):
 
     __slots__ = ("_batches", "_leave", "_place", "_stride")
 
-    def __init__(self, batches: Iterator[Any], place: _Place, stride: int, leave: Callable[[_Place], None]) -> None:
+    def __init__(self, batches: Iterator[Any], place: Place, stride: int, leave: Callable[[Place], None]) -> None:
         self._batches = batches
         self._place = place
         self._stride = stride
@@ -179,31 +237,3 @@ class _Iteration(Iterator[Any]):
 
     def __del__(self) -> None:
         self._leave(self._place)
-
-
-def _epoch_holders(loader: DataLoader[Any]) -> list[Any]:
-    """What has to be told the epoch: the samplers, and a loader or data set that asks for it."""
-    sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    candidates = (getattr(batch_sampler, "sampler", None), sampler, batch_sampler, loader, loader.dataset)
-    unique = {id(candidate): candidate for candidate in candidates}.values()
-    return [candidate for candidate in unique if callable(getattr(candidate, "set_epoch", None))]
-
-
-def _without_first(loader: DataLoader[Any], position: int) -> DataLoader[Any]:
-    """A copy of a loader for one iteration, which leaves out the first batches without loading them."""
-    shortened = copy(loader)
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    vars(shortened).update({name: _Rest(getattr(loader, name), position), "_iterator": None})
-    return shortened
-
-
-@dataclass(frozen=True)
-class _Rest:
-    sampler: Any
-    position: int
-
-    def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self.position, None)
-
-    def __len__(self) -> int:
-        return max(0, len(self.sampler) - self.position)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Giving each rank its share of a loader."""
 
+import sys
 from collections.abc import Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from fabric.data.share import Dealt
 from fabric.data.worker_seeds import seeded
 from fabric.utilities.data import has_iterable_dataset
 from fabric.utilities.distributed import DistributedSamplerWrapper
@@ -25,24 +27,28 @@ class Sharding:
     Args:
         original: The user's loader.
         sampler: Decides the order.
-        stride: Items of the global order that all ranks together take for one batch each.
+        dealt: How its items are dealt over the ranks.
         generator: What the copy draws the seeds of its workers from.
+        seeds_here: Whether each batch has a seed of its own and is made in this process.
     """
 
     original: DataLoader[Any]
     sampler: DistributedSamplerWrapper
-    stride: int
+    dealt: Dealt
     generator: torch.Generator
+    seeds_here: bool
 
     @staticmethod
-    def of(loader: DataLoader[Any]) -> "Sharding | None":
-        """That of a loader that came from `shard_dataloader`; None for any other."""
-        found: Sharding | None = vars(loader).get(_ENTRY)
+    def of(loader: Any) -> "Sharding | None":
+        """That of a loader that came from `shard_dataloader`; None for anything else."""
+        found: Sharding | None = vars(loader).get(_ENTRY) if isinstance(loader, DataLoader) else None
         return found
 
 
-def sampling_seed(loader: DataLoader[Any]) -> int:
+def sampling_seed(loader: Any) -> int:
     """The seed that the user chose for the order of a loader: that of its `generator`, else the process's."""
+    if not isinstance(loader, DataLoader):
+        return torch.initial_seed()
     candidates = (getattr(loader.sampler, "generator", None), loader.generator)
     generator = next((g for g in candidates if isinstance(g, torch.Generator)), None)
     return torch.initial_seed() if generator is None else generator.initial_seed()
@@ -56,9 +62,8 @@ def shard_dataloader(loader: DataLoader[Any], *, num_replicas: int, rank: int, s
     round are padded by wrapping around, or cut with `drop_last`. Everything else stays as it is; the user's loader is
     not touched and its constructor is not run again. Workers get other seeds in each rank and epoch.
 
-    Returned as they are: loaders over an `IterableDataset`, which has no order to deal (split it by rank and worker in
-    the data set itself), and loaders whose sampler is distributed already (a `DistributedSampler`, or one with
-    `num_replicas` and `rank`).
+    Returned as they are: loaders over an `IterableDataset`, which has no order to deal, and loaders whose sampler is
+    distributed already (a `DistributedSampler`, or one with `num_replicas` and `rank`).
 
     Args:
         loader: The user's loader.
@@ -77,8 +82,13 @@ def shard_dataloader(loader: DataLoader[Any], *, num_replicas: int, rank: int, s
     entries: dict[str, Any] = {in_use: dealt, "generator": generator, "_iterator": None}
     if loader.batch_size is not None:
         entries["sampler"] = order
-    stride = num_replicas * (dealt.batch_size if isinstance(dealt, _BatchSampler) else 1)
-    entries[_ENTRY] = Sharding(original=loader, sampler=order, stride=stride, generator=generator)
+    entries[_ENTRY] = Sharding(
+        original=loader,
+        sampler=order,
+        dealt=Dealt(num_replicas, rank, dealt.batch_size if isinstance(dealt, _BatchSampler) else None),
+        generator=generator,
+        seeds_here=workers_are_seeded() and loader.num_workers == 0,
+    )
     # `DataLoader.__setattr__` refuses samplers, and there is no public way: this is the one place that goes around it.
     sharded = copy(loader)
     vars(sharded).update(entries)
@@ -93,6 +103,13 @@ def _is_distributed(sampler: Any) -> bool:
     return isinstance(sampler, BatchSampler) and _is_distributed(sampler.sampler)
 
 
+def is_plain(batch_sampler: Any) -> bool:
+    """Whether a batch sampler makes a batch of each `batch_size` indices in turn: PyTorch's, or that of `torchdata`."""
+    torchdata = sys.modules.get("torchdata.stateful_dataloader.sampler")
+    kind = type(batch_sampler)
+    return kind is BatchSampler or (torchdata is not None and kind is torchdata.BatchSampler)
+
+
 @dataclass(frozen=True)
 class _Dealer:
     kind: type[DistributedSamplerWrapper]
@@ -102,7 +119,7 @@ class _Dealer:
 
     def deal(self, sampler: Any) -> "DistributedSamplerWrapper | _BatchSampler":
         """Deal the indices inside a plain `BatchSampler`, and the items, whatever they are, of anything else."""
-        if type(sampler) is not BatchSampler:
+        if not is_plain(sampler):
             return self._wrap(self.kind, sampler, drop_last=bool(getattr(sampler, "drop_last", False)))
         # The indices are dealt by the plain kind: seeds belong to batches.
         indices = self._wrap(DistributedSamplerWrapper, sampler.sampler, drop_last=sampler.drop_last)

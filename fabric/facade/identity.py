@@ -8,9 +8,11 @@ import torch
 
 from fabric import validation
 from fabric.accelerators import Accelerator
+from fabric.debugging import Checks
 from fabric.plan import Plan
 from fabric.plugins.precision import Precision
 from fabric.strategies import Strategy
+from fabric.watching import Screen
 
 
 class Identity(ABC):
@@ -20,17 +22,26 @@ class Identity(ABC):
     _accelerator: Accelerator
     _strategy: Strategy
     _precision: Precision
+    _screen: Screen
+    _checks: Checks
     _launched: bool
 
     @abstractmethod
     def launch(self) -> Any:
         """Start the other processes and join them."""
 
-    def _require_launch(self, call: str) -> None:
-        """One process launches by itself; several wait for the user's `launch()`."""
+    def _require_launch(self, call: str, /, *data: Any, **options: Any) -> None:
+        """One process launches by itself; several wait for the user's `launch()`. Debug mode compares the ranks here.
+
+        Args:
+            call: The method.
+            *data: What it was given, where shapes and dtypes must be the same on all ranks.
+            **options: What else must be the same; `group` is the process group that the call is for.
+        """
         if not self._launched:
             validation._validate_launched(call, self._plan)
             self.launch()
+        self._checks.call(call, *data, **options)
 
     def __repr__(self) -> str:
         return self._plan.summary()

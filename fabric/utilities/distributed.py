@@ -24,6 +24,19 @@ _DRAW_FROM_THEIR_GENERATOR = (RandomSampler, SubsetRandomSampler, WeightedRandom
 _BLOCK = 4096  # items drawn at a time from any other sampler: swapping all generators costs 0.4 ms
 
 
+class OrderEnd:
+    """How many items an order has, over all ranks.
+
+    Attributes:
+        length: None until it is known: an order may be drawn while it is dealt, and may have no end.
+    """
+
+    __slots__ = ("length",)
+
+    def __init__(self) -> None:
+        self.length: int | None = None
+
+
 class DistributedSamplerWrapper(DistributedSampler[Any]):
     """Deals what any sampler (or batch sampler) yields over the ranks in turn: rank `r` of `n` takes `order[r::n]`.
 
@@ -65,6 +78,7 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         self.drop_last = drop_last
         self.epoch = 0
         self.consumed = 0
+        self.end = OrderEnd()
 
     def __getattr__(self, name: str) -> Any:
         if name == "sampler":  # not there yet, while a copy is being made
@@ -93,25 +107,31 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
         """Leave out the first `consumed` items of the global order, in iterations that start from now on."""
         self.consumed = consumed
 
+    def watch(self) -> OrderEnd:
+        """What will tell the length of the order of the next iteration, before an item is dealt that pads it."""
+        self.end = OrderEnd()
+        return self.end
+
     def __iter__(self) -> Iterator[Any]:
         # The epoch of now: when the first item is asked for, it may have advanced.
-        return self._iterate(self.epoch, self.consumed)
+        return self._iterate(self.epoch, self.consumed, self.end)
 
-    def _iterate(self, epoch: int, consumed: int) -> Iterator[Any]:
+    def _iterate(self, epoch: int, consumed: int, end: OrderEnd) -> Iterator[Any]:
         sampler, seed = self.sampler, derive_seed(self.seed, epoch)
         if callable(set_epoch := getattr(sampler, "set_epoch", None)):
             set_epoch(epoch)
         if type(sampler) is SequentialSampler:
-            yield from self._share(range(len(sampler)), consumed)
+            yield from self._share(range(len(sampler)), consumed, end)
         elif type(sampler) in _DRAW_FROM_THEIR_GENERATOR:
             sampler = copy(sampler)
             sampler.generator = torch.Generator().manual_seed(seed)  # type: ignore[attr-defined]
-            yield from self._share(list(sampler), consumed)
+            yield from self._share(list(sampler), consumed, end)
         else:
-            yield from self._deal(_draw_isolated(sampler, seed), consumed)
+            yield from self._deal(_draw_isolated(sampler, seed), consumed, end)
 
-    def _share(self, order: Sequence[Any], consumed: int) -> Iterator[Any]:
+    def _share(self, order: Sequence[Any], consumed: int, end: OrderEnd) -> Iterator[Any]:
         """This rank's items of an order that is known."""
+        end.length = len(order)
         mine = order[consumed + self.rank :: self.num_replicas]
         left = max(0, len(order) - consumed)
         if self.drop_last:
@@ -120,11 +140,14 @@ class DistributedSamplerWrapper(DistributedSampler[Any]):
             return chain(mine, [order[(consumed + len(mine) * self.num_replicas + self.rank) % len(order)]])
         return iter(mine)
 
-    def _deal(self, order: Iterator[Any], consumed: int) -> Iterator[Any]:
+    def _deal(self, order: Iterator[Any], consumed: int, end: OrderEnd) -> Iterator[Any]:
         """This rank's items of an order that is still being drawn, and may never end."""
         head = list(islice(order, self.num_replicas))
         order = islice(chain(head, order), consumed, None)
         while group := list(islice(order, self.num_replicas)):
+            consumed += len(group)
+            if len(group) < self.num_replicas:
+                end.length = consumed
             if self.rank < len(group):
                 if len(group) == self.num_replicas or not self.drop_last:
                     yield group[self.rank]

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
 
 from fabric.data import _FabricDataLoader, shard_dataloader
 from tests.data.test_sharding import DrawsFromEverywhere, Endless, Numbers, RandomBatches, batches, wrap
@@ -124,6 +131,9 @@ LOADERS: dict[str, Any] = {
     "shuffled": shuffled,
     "custom sampler": lambda: DataLoader(Numbers(300), batch_size=2, sampler=DrawsFromEverywhere()),
     "custom batches": lambda: DataLoader(Numbers(), batch_sampler=RandomBatches()),
+    "weighted": lambda: DataLoader(
+        Numbers(24), batch_size=3, sampler=WeightedRandomSampler(torch.arange(1.0, 25.0), 20)
+    ),
     "single samples": lambda: DataLoader(Numbers(9), batch_size=None, shuffle=True, collate_fn=torch.tensor),
     "batch sampler": lambda: DataLoader(Numbers(), batch_sampler=BatchSampler(RandomSampler(Numbers()), 3, True)),
     "workers": lambda: shuffled(num_workers=1),
@@ -288,9 +298,9 @@ def test_resume_in_the_middle_of_a_stream() -> None:
         RuntimeError,
         match="^"
         + re.escape(
-            "The loader was saved after 2 batches of epoch 1, and its data set is an `IterableDataset` (`Stream`),"
-            " which has no position to go to. Save at the end of an epoch, or leave the loader out of the state and"
-            " skip the batches yourself."
+            "The loader was saved after 2 batches of epoch 1, and its data set is an `IterableDataset` (`Stream`)"
+            " without a place to go to. Give it `state_dict` and `load_state_dict`, save at the end of an epoch, or"
+            " load the first batches once more with `fabric.setup_dataloaders(..., replay=True)`."
         )
         + "$",
     ):

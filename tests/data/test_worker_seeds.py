@@ -93,7 +93,7 @@ def test_augmentation_follows_seed_epoch_and_batch_but_not_the_workers(kind: str
     assert len(set(drawn)) > 0.7 * len(drawn)
 
     resumed = make(2)
-    resumed.load_state_dict({"epoch": 1, "position": 1, "consumed": one._epochs._stride, "seed": 0})
+    resumed.load_state_dict({"epoch": 1, "position": 1, "consumed": one._source.stride, "seed": 0})
     assert rows(resumed) == second[1:]
 
 
@@ -104,10 +104,27 @@ def test_ranks_augment_differently() -> None:
 
 
 @pytest.mark.usefixtures("seeded_workers")
-def test_without_workers_the_process_is_not_seeded() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_without_workers_augmentation_is_the_same_and_the_process_is_not_seeded(kind: str) -> None:
+    loader = wrap(DataLoader(Augmented(), **KINDS[kind]), 2, 1)
+    with_workers = wrap(DataLoader(Augmented(), num_workers=1, **KINDS[kind]), 2, 1)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()
+    first, second = rows(loader), rows(loader)
+    assert [first, second] == [rows(with_workers), rows(with_workers)]
+    assert random.getstate() == states[0]
+    assert np.random.get_state()[1].tolist() == states[1]
+    assert torch.equal(torch.get_rng_state(), states[2])
+    loader.load_state_dict({"epoch": 1, "position": 2, "consumed": 2 * loader._source.stride, "seed": 0})
+    assert rows(loader) == second[2:]
+
+
+def test_without_seeded_workers_augmentation_draws_from_the_process() -> None:
     loader = wrap(DataLoader(Augmented(), batch_size=2))
-    assert rows(loader) != [rows(loader), loader.set_epoch(0)][0]
-    assert [type(indices) for indices in loader.batch_sampler] == [list] * 6
+    torch.manual_seed(3)
+    expected = [int(torch.randint(2**31, ())) for _ in range(2)]
+    torch.manual_seed(3)
+    batch = next(iter(loader))
+    assert batch[3].tolist() == expected
 
 
 @pytest.mark.usefixtures("seeded_workers")
