@@ -3,8 +3,9 @@
 
 from fabric.data.epochs import Moving
 from fabric.data.loader import _FabricDataLoader
+from fabric.data.place import Placed
 from fabric.data.sharding import sampling_seed, shard_dataloader
 from fabric.data.share import Share
 from fabric.data.source import Ranks, Reading
 
-__all__ = ["Moving", "Ranks", "Reading", "Share", "_FabricDataLoader", "sampling_seed", "shard_dataloader"]
+__all__ = ["Moving", "Placed", "Ranks", "Reading", "Share", "_FabricDataLoader", "sampling_seed", "shard_dataloader"]

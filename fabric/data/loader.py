@@ -5,10 +5,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
+from typing_extensions import override
 
 from fabric.data.epochs import Epochs, Move, Moving
 from fabric.data.indexed import IndexedSource
 from fabric.data.iterables import IterableSource
+from fabric.data.place import Placed
 from fabric.data.sharding import Sharding
 from fabric.data.share import Share
 from fabric.data.source import Reading, Source
@@ -16,7 +18,7 @@ from fabric.data.streams import StreamSource
 from fabric.utilities.data import has_iterable_dataset
 
 
-class _FabricDataLoader:
+class _FabricDataLoader(Placed):
     """A loader that was set up: it shows the user's loader in everything, moves its batches and keeps its place.
 
     Attributes, methods and `isinstance` are those of the loader's own class, and so is the `__iter__` that makes the
@@ -57,6 +59,7 @@ class _FabricDataLoader:
         return self._epochs.share
 
     @property
+    @override
     def place(self) -> tuple[int, int]:
         """Epoch and position of `state_dict`, without talking to other ranks."""
         return self._epochs.place

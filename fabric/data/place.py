@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A place in the data."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,3 +35,14 @@ class Place:
     end: OrderEnd | None = None
     stream: Any = None
     resume: Any = None
+
+
+class Placed(ABC):
+    """An iterable over data that says where it is."""
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def place(self) -> tuple[int, int]:
+        """The epoch, and how many of its items were yielded on this rank."""

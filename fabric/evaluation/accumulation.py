@@ -9,8 +9,9 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
-from fabric.data import _FabricDataLoader
+from fabric.data import Placed, _FabricDataLoader
 from fabric.evaluation.weighted import exact_dtype
 from fabric.strategies import Strategy
 from fabric.utilities.apply_func import apply_to_tensors
@@ -18,7 +19,7 @@ from fabric.utilities.apply_func import apply_to_tensors
 Count = Callable[[Any], Any] | Literal["samples"] | None
 
 
-class Accumulation(Iterable["MicroBatches"]):
+class Accumulation(Iterable["MicroBatches"], Placed):
     """What `fabric.accumulate` returns: each iteration goes through an epoch of the loader, window by window.
 
     Args:
@@ -41,8 +42,17 @@ class Accumulation(Iterable["MicroBatches"]):
     def __len__(self) -> int:
         return -(-len(self._loader) // self._steps)
 
+    @property
+    @override
+    def place(self) -> tuple[int, int]:
+        """Epoch, and windows that were yielded."""
+        epoch, position = self._loader.place
+        return epoch, -(-position // self._steps)
+
     def __iter__(self) -> Iterator["MicroBatches"]:
-        batches = iter(self._loader)
+        return self._windows(iter(self._loader))  # the loader starts now, and shows its place
+
+    def _windows(self, batches: Iterator[Any]) -> Iterator["MicroBatches"]:
         size = self._steps
         while size == self._steps:
             entries = [self._entry(batch) for batch in islice(batches, size)]

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fabric.data import _FabricDataLoader
+from fabric.data import Placed, _FabricDataLoader
 from fabric.watching.displays import Display, State
 
 
@@ -189,7 +189,7 @@ def first_of(iterable: Iterable[Any]) -> int:
 
     A loader says so once it has been started.
     """
-    return iterable.place[1] if isinstance(iterable, _FabricDataLoader) else 0
+    return iterable.place[1] if isinstance(iterable, Placed) else 0
 
 
 def samples_of(iterable: Iterable[Any] | None, replicas: int) -> int:

@@ -229,6 +229,17 @@ def test_a_resumed_loader_starts_at_its_place(capsys) -> None:
     assert lines[-1].startswith("5/5  100%  ")
 
 
+def test_windows_of_a_resumed_loader_start_at_its_place(capsys) -> None:
+    fabric = Fabric(accelerator="cpu")
+    loader = fabric.setup_dataloaders(DataLoader(torch.arange(10.0), batch_size=2))
+    loader.load_state_dict({**loader.state_dict(), "position": 2, "consumed": 4})
+    windows = fabric.progress(fabric.accumulate(loader, 2))
+    assert [[int(batch[0]) for batch in window] for window in windows] == [[4, 6], [8]]
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0] == "1/3  33%"
+    assert lines[-1].startswith("3/3  100%  ")
+
+
 def test_set_up_loaders_of_any_kind(capsys) -> None:
     fabric = Fabric(accelerator="cpu")
     loader = fabric.setup_dataloaders([torch.ones(2), torch.ones(2)])
