@@ -171,12 +171,12 @@ def test_readme_shows_the_strategy_of_the_example() -> None:
 def test_what_the_project_needs_is_pinned() -> None:
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     assert [
-        line for line in pins if not re.fullmatch(r'[a-z0-9-]+==[0-9.]+( ; python_version >= "3\.11")?', line)
+        line for line in pins if not re.fullmatch(r'[a-z0-9-]+==[0-9][a-z0-9.]*( ; python_version >= "3\.11")?', line)
     ] == []
     pinned = {line.partition("==")[0] for line in pins}
-    needed = re.findall(r'^ *"([a-z-]+)>=', (ROOT / "pyproject.toml").read_text(), flags=re.MULTILINE)
-    assert set(needed) >= {"torch", "numpy", "pytest", "ruff", "mypy"}
-    assert set(needed) - pinned == set()
+    needed = re.findall(r'"([a-z0-9-]+)>=', (ROOT / "pyproject.toml").read_text())
+    assert set(needed) >= {"torch", "numpy", "pytest", "ruff", "mypy", "wandb"}
+    assert set(needed) - pinned == {"aim"}  # which is not among all extras, since it does not install everywhere
 
 
 @pytest.mark.parametrize("path", MARKDOWN, ids=lambda path: str(path.relative_to(ROOT)))
