@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 from fabric.processes.record import Record, host_name
 
-# What PyTorch's backends say where another process went away.
+# What PyTorch's backends, and debug mode, say where another process went away.
 _LOST_PEER = re.compile(
     r"connection|closed by peer|reset by peer|broken pipe|socket|remote (process|worker|peer)|time[d ]*out|unreachable"
-    r"|failed to recv|ncclRemoteError|rank 0 is gone",
+    r"|failed to recv|ncclRemoteError|rank 0 is gone|rank \d+ will not come",
     re.IGNORECASE,
 )
 
@@ -24,12 +24,18 @@ def record_of(error: BaseException, *, rank: int, signal: int = 0) -> Record:
         host=host_name(),
         pid=os.getpid(),
         time=time.time(),
-        summary="".join(traceback.format_exception_only(type(error), error)).strip(),
+        summary=_line_of(error),
         traceback="".join(traceback.format_exception(type(error), error, error.__traceback__)),
         felt=any(isinstance(cause, (RuntimeError, OSError, EOFError)) for cause in _causes(error)),
         lost_peer=any(_says_lost_peer(cause) for cause in _causes(error)),
         signal=signal,
     )
+
+
+def _line_of(error: BaseException) -> str:
+    """Type and first line: notes and more lines may follow, and before that of a syntax error stands its place."""
+    parts = traceback.format_exception_only(type(error), error)
+    return parts[-1 if isinstance(error, SyntaxError) else 0].strip().splitlines()[0].rstrip(": ")
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:

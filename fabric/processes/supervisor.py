@@ -91,7 +91,7 @@ class Supervisor(ABC):
             verdict = self.verdict()
             if isinstance(verdict, Failure):
                 return verdict
-            if self.forced or (not (self.running or self._open) and self._ended_here()):
+            if self.forced or (verdict is None and not self.running and self._is_closed and self._ended_here()):
                 return None
             open_until = None if verdict is None else verdict - time.time() + time.monotonic()
             times = [at for at in (open_until, self._deadline, self.check_at) if at is not None]
@@ -103,6 +103,11 @@ class Supervisor(ABC):
             elif self.check_at is not None and time.monotonic() >= self.check_at:
                 self.check_at = None
                 self._on_check()
+
+    @property
+    def _is_closed(self) -> bool:
+        """Whether no script runs in this process: it came to its end, or an exception has left it."""
+        return not self._open or bool(self._own)
 
     def verdict(self) -> Failure | float | None:
         """Who failed first, as far as that is known."""

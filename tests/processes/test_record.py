@@ -28,6 +28,18 @@ def test_a_record_says_who_and_why() -> None:
     assert not record.lost_peer
 
 
+def test_the_summary_is_one_line_with_the_type() -> None:
+    assert record_of(RuntimeError("The ranks differ:\n  rank 0: a\nAdvice."), rank=0).summary == (
+        "RuntimeError: The ranks differ"
+    )
+    noted = ValueError("boom")
+    noted.__notes__ = ["a note"]  # what `add_note` does since Python 3.11
+    assert record_of(noted, rank=0).summary == "ValueError: boom"
+    with pytest.raises(SyntaxError) as raised:
+        compile("a b", "main.py", "exec")
+    assert record_of(raised.value, rank=0).summary == "SyntaxError: invalid syntax"
+
+
 @pytest.mark.parametrize(
     ("error", "felt", "lost_peer"),
     [
@@ -35,6 +47,7 @@ def test_a_record_says_who_and_why() -> None:
         (RuntimeError("boom"), True, False),
         (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:43915"), True, True),
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True, True),
+        (RuntimeError("`fabric.barrier` at main.py:7: rank 1 will not come. It has NaN."), True, True),
         (ConnectionResetError(), True, True),
         (raised(ValueError("batch 3"), RuntimeError("Connection reset by peer")), True, True),
         (FileNotFoundError("x"), True, False),
