@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,7 @@ class DDPStrategy(ParallelStrategy):
             return module
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         ddp = DistributedDataParallel(_Entry(module), device_ids=device_ids, **self.ddp_kwargs)
+        _keep_group_longer_than(ddp)
         if self._comm_hook is not None:
             ddp.register_comm_hook(self._comm_state, self._comm_hook)
         return ddp
@@ -125,3 +127,16 @@ def _broadcast_state(module: Module) -> None:
     """Give all ranks rank 0's parameters and buffers: DDP refuses to wrap a module that has nothing to train."""
     for tensor in [*module.parameters(), *module.buffers()]:
         dist.broadcast(tensor, src=0)
+
+
+def _keep_group_longer_than(ddp: DistributedDataParallel) -> None:
+    """Let Python's reference to the process group be the last one, also where the model outlives `teardown()`.
+
+    The group ends by waiting for its threads, which may need the interpreter's lock to drop a tensor of a collective
+    that is just done. What Python holds gives the lock back for that time; DDP's reducer, in C++, would keep it.
+    """
+    finalize(ddp.reducer, _drop, ddp.process_group).atexit = False
+
+
+def _drop(group: Any) -> None:
+    """The caller does."""

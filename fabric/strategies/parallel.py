@@ -27,6 +27,13 @@ _REDUCE_OPS = {
     "product": dist.ReduceOp.PRODUCT,
 }
 _DTYPES = sorted({value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str)
+# The others (int16, uint16, float8, ...) no backend, or not each, can send; they travel as bytes.
+_SENDABLE = frozenset(
+    (
+        *(torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64, torch.bfloat16),
+        *(torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128),
+    )
+)
 _MAX_DIMS = 8  # so many dimensions of a shape are compared over the ranks
 
 
@@ -175,7 +182,7 @@ class ParallelStrategy(Strategy, ABC):
     @override
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:
         operation = validated(reduce_op)
-        total = copied(tensor)
+        total = copied(tensor, operation)
         _validate_same_shape("all_reduce", total, group)
         dist.all_reduce(total, op=_REDUCE_OPS[operation], group=group)
         return finished(total, operation, dist.get_world_size(group))
@@ -249,7 +256,10 @@ def _describe(code: int, shape: list[int]) -> str:
 def _gather(tensor: Tensor, group: Any) -> Tensor:
     tensor = tensor.detach().contiguous()
     gathered = tensor.new_empty((dist.get_world_size(group), *tensor.shape))
-    dist.all_gather(list(gathered.unbind()), tensor, group=group)
+    parts = list(gathered.unbind())
+    if tensor.dtype not in _SENDABLE:
+        tensor, *parts = (part.reshape(-1).view(torch.uint8) for part in (tensor, *parts))
+    dist.all_gather(parts, tensor, group=group)
     return gathered
 
 

@@ -22,9 +22,14 @@ def validated(reduce_op: str) -> str:
     return "mean" if name == "avg" else name
 
 
-def copied(tensor: Tensor) -> Tensor:
-    """A contiguous copy without a graph, so that the caller's tensor stays as it is; bools count as 0 and 1."""
+def copied(tensor: Tensor, reduce_op: str) -> Tensor:
+    """A contiguous copy without a graph, so that the caller's tensor stays as it is; bools count as 0 and 1.
+
+    For a mean, integers of all sizes become int64, since their sum need not fit into their own type.
+    """
     result = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if reduce_op == "mean" and not (result.is_floating_point() or result.is_complex()):
+        return result.long()
     return result.int() if result.dtype is torch.bool else result
 
 

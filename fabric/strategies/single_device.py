@@ -43,7 +43,8 @@ class SingleDeviceStrategy(Strategy):
 
     @override
     def all_reduce(self, tensor: Tensor, group: Any = None, reduce_op: ReduceOp = "mean") -> Tensor:
-        return finished(copied(tensor), validated(reduce_op), world_size=1)
+        operation = validated(reduce_op)
+        return finished(copied(tensor, operation), operation, world_size=1)
 
     @override
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+import time
 from datetime import timedelta
 
 import pytest
@@ -164,6 +165,21 @@ def _teardown(context):
 @pytest.mark.ranks
 def test_teardown_leaves_the_process_group():
     assert run_ranks(2, _teardown) == [False, False]
+
+
+def _model_that_outlives_teardown(context):
+    fabric = context.fabric(strategy="ddp")
+    model = fabric.setup(torch.nn.Linear(1, 1))
+    if context.rank == 1:
+        time.sleep(0.3)  # so that rank 0 still waits for this when its model goes
+    dist.all_reduce(torch.ones(1), async_op=True)
+    fabric.teardown()
+    del model
+
+
+@pytest.mark.ranks
+def test_a_model_may_outlive_teardown_while_a_collective_is_under_way():
+    run_ranks(2, _model_that_outlives_teardown, timeout=20)
 
 
 def _uneven_batches(rank):

@@ -23,7 +23,9 @@ def _collectives(context):
         "max": strategy.all_reduce(mine, reduce_op="max"),
         "product": strategy.all_reduce(mine + 1, reduce_op="product"),
         "bools": strategy.all_reduce(torch.tensor([rank == 0, True]), reduce_op="sum"),
+        "bytes": strategy.all_reduce(torch.tensor([200 + rank], dtype=torch.uint8)),
         "scalar": strategy.all_gather(torch.tensor(float(rank))),
+        "shorts": [strategy.all_gather(torch.full(s, rank + 256, dtype=torch.int16)) for s in ((), (1, 2), (0, 3))],
         "broadcast": strategy.broadcast({"rank": rank}, src=1),
         "objects": strategy.gather_objects(f"rank {rank}"),
         "all": strategy.reduce_boolean_decision(rank == 0),
@@ -45,7 +47,9 @@ def test_collectives():
         assert results["max"].tolist() == [1, 2]
         assert results["product"].tolist() == [2, 6]
         assert results["bools"].tolist() == [1, 2]
+        assert results["bytes"].tolist() == [200.5]
         assert results["scalar"].tolist() == [0.0, 1.0]
+        assert [short.tolist() for short in results["shorts"]] == [[256, 257], [[[256] * 2], [[257] * 2]], [[], []]]
         assert results["broadcast"] == {"rank": 1}
         assert results["objects"] == ["rank 0", "rank 1"]
         assert results["all"] is False
