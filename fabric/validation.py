@@ -81,6 +81,11 @@ def _validate_dataloaders(loaders: Sequence[Any]) -> None:
                 "`fabric.setup_dataloaders(...)` takes data loaders or other iterables over batches, but got"
                 f" `{type(loader).__name__}`. {hint}"
             )
+        if isinstance(loader, DataLoader) and loader.num_workers > 1 and not getattr(loader, "in_order", True):
+            raise ValueError(
+                "`DataLoader(in_order=False)` yields batches as its workers finish them, so that the ranks' batches do"
+                " not belong together and no place can be gone back to. Leave `in_order` out."
+            )
 
 
 def _why_no_loader(obj: Any) -> str | None:

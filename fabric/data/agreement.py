@@ -63,7 +63,7 @@ class Agreed(Iterator[Any]):
         batch = self._repetition() if padded else self._next
         self._next = _NONE
         self._fetch()
-        if self._next is _NONE and self._last is _NONE:
+        if self._next is _NONE and self._last is _NONE and not self._stop:
             self._last = _copied(batch)  # as it is now: the user may change it
         self._place.padded = padded
         return batch

@@ -35,8 +35,8 @@ class Moving:
 class Epochs:
     """Starts the iterations of one loader and knows where they are.
 
-    An iteration takes the epoch that the samplers show; when it is over (also by `break`), they are set to the next.
-    So a `set_epoch` of the user's in between wins.
+    Each iteration takes the next epoch, which the holders are told when the one before is over (also by `break`). If
+    one of them shows another one by then, the user has chosen it, and it is that of all of them.
 
     Args:
         source: What is read.
@@ -61,6 +61,8 @@ class Epochs:
         if self._current is not None:
             self._leave(self._current)
         epoch = self._next_epoch()
+        if epoch != self._epoch:
+            self._tell(epoch)
         place = self._resume if self._resume is not None and self._resume.epoch == epoch else Place(epoch)
         self._resume = None
         self._current = self._latest = place
@@ -69,7 +71,8 @@ class Epochs:
 
     def _batches_from(self, place: Place) -> Iterator[Any]:
         source, moving = self._source, self._moving
-        batches = source.start(place, ahead=self._ahead)
+        start = partial(source.start, place, ahead=self._ahead)
+        batches = _error_as_batch(start) if source.uneven else start()
         stated = source.yields_states(self._ahead)
         move = moving.move if moving.move is None or not stated else partial(_move_stated, moving.move)
         if move is not None:
@@ -103,25 +106,29 @@ class Epochs:
         return agreed
 
     def _next_epoch(self) -> int:
+        """That which the user has chosen, else the one that the holders were told last."""
         shown = (getattr(holder, "epoch", None) for holder in self._holders)
-        return next((epoch for epoch in shown if isinstance(epoch, int)), self._epoch)
+        return next((epoch for epoch in shown if isinstance(epoch, int) and epoch != self._epoch), self._epoch)
+
+    def _tell(self, epoch: int) -> None:
+        for follower in self._source.followers:
+            if getattr(follower, "epoch", self._epoch) == self._epoch:
+                follower.set_epoch(epoch)
+        for holder in self._holders:
+            holder.set_epoch(epoch)
+        self._epoch = epoch
 
     def _leave(self, place: Place) -> None:
         """Advance the epoch, unless the user has chosen another one meanwhile."""
         if place.left:
             return
         place.left = True
-        for holder in self._holders:
-            if getattr(holder, "epoch", place.epoch) == place.epoch:
-                holder.set_epoch(place.epoch + 1)
-        if self._epoch == place.epoch or self._holders:
-            self._epoch = place.epoch + 1
+        if self._next_epoch() == place.epoch:
+            self._tell(place.epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration."""
-        for holder in self._holders:
-            holder.set_epoch(epoch)
-        self._epoch = epoch
+        self._tell(epoch)
         if self._current is not None and self._current.left:
             self._current = None
 
@@ -140,12 +147,14 @@ class Epochs:
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands, counted in batches that were *yielded*."""
         place = self._place()
-        numbers = {
+        numbers: dict[str, Any] = {
             "epoch": place.epoch,
             "position": place.position,
             "consumed": place.consumed,
             "seed": self._source.seed,
         }
+        if self._source.layout is not None:
+            numbers["layout"] = self._source.layout
         if not self._source.has_state:
             return numbers
         ranks = self._reading.ranks
@@ -182,11 +191,24 @@ class Epochs:
         place.resume = self._own_stream(state)
         source.resume_counts(place)
         source.validate_resumable(place)
+        if state["position"] and place.resume is None:
+            self._validate_layout(state)
         source.adopt_seed(state["seed"])
         self._current = None
         self.set_epoch(place.epoch)
         self._resume = place
         self._latest = None
+
+    def _validate_layout(self, state: Mapping[str, Any]) -> None:
+        """Counting batches leads to the place only where they are made as they were."""
+        here = self._source.layout
+        saved = state.get("layout", here)
+        if saved != here:
+            raise RuntimeError(
+                f"The loader was saved after {state['position']} batches of epoch {state['epoch']} with `{saved}`, and"
+                f" now it has `{here}`: its batches are counted, and go on only with the same. Save at the end of an"
+                " epoch to change them."
+            )
 
     def _own_stream(self, state: Mapping[str, Any]) -> Any:
         """This rank's part of a state, where what is read has one."""
@@ -201,6 +223,18 @@ class Epochs:
             )
         own = streams[ranks.rank] if len(streams) == ranks.num_replicas else None
         return self._source.validate_state(own)
+
+
+def _error_as_batch(start: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """An iterator that fails with its first batch, so that the ranks can tell each other, if it can't be made."""
+    try:
+        return start()
+    except Exception as error:
+        return map(_raise, [error])
+
+
+def _raise(error: Exception) -> Any:
+    raise error
 
 
 def _move_stated(move: Move, item: Stated) -> Stated:

@@ -14,10 +14,10 @@ from typing_extensions import override
 from fabric.data.place import Place
 from fabric.data.sharding import Sharding, is_plain
 from fabric.data.share import Dealt, Share
-from fabric.data.source import Source
-from fabric.data.worker_seeds import SeededHere
+from fabric.data.source import Reading, Source
+from fabric.data.worker_seeds import SeededHere, seeded
 from fabric.utilities.distributed import DistributedSamplerWrapper
-from fabric.utilities.seed import IsolatedRandom, derive_seed
+from fabric.utilities.seed import IsolatedRandom, derive_seed, workers_are_seeded
 
 
 class IndexedSource(Source):
@@ -25,18 +25,30 @@ class IndexedSource(Source):
 
     Args:
         loader: A loader, from `shard_dataloader` or as the user made it.
+        reading: How to read it.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[Any], reading: Reading) -> None:
         self._loader = loader
+        self._rank = reading.ranks.rank
         self._sharding = Sharding.of(loader)
         self._length: int | None = None
         self._watched: DistributedSamplerWrapper | None = None
         self._dealt = self._dealt_already() if self._sharding is None else self._sharding.dealt
         self.epoch_holders = epoch_holders(loader)
+        self.followers = takers_of_epochs([loader.dataset])
+        self._seeds = self._sharding is None and reading.shard and workers_are_seeded()
+        self._rest = _Rest(_index_sampler(loader))
+        if self._seeds:
+            self.seed = reading.seed
+            self._seeded = _with_rest(loader, self._rest)  # one copy, whose workers may outlive an iteration
         if self._sharding is not None:
             self.stride = self._sharding.dealt.stride
             self.seed = self._sharding.sampler.seed
+        if self._sharding is None or not iterates_as_usual(loader):
+            sampler, size = _sampler_and_batch_size(loader)
+            dealt = self._dealt or Dealt(getattr(sampler, "num_replicas", 1), 0, size)
+            self.layout = {"ranks": dealt.num_replicas, "batch_size": dealt.batch_size}
 
     @override
     def start(self, place: Place, *, ahead: bool) -> Iterator[Any]:
@@ -64,11 +76,23 @@ class IndexedSource(Source):
     def _start_unsharded(self, place: Place) -> Iterator[Any]:
         place.end = None if self._watched is None else self._watched.watch()
         if place.position == 0:
-            return iter(self._loader)
-        if not iterates_as_usual(self._loader):
-            return self._replay(place)
+            return self._from(0, place)
         with IsolatedRandom(derive_seed(place.epoch, place.position)):  # PyTorch draws a seed for its workers
-            return iter(_without_first(self._loader, place.position))
+            skipped = place.position if iterates_as_usual(self._loader) else 0
+            batches = self._from(skipped, place)
+            for _ in islice(batches, place.position - skipped):
+                pass
+        return batches
+
+    def _from(self, skipped: int, place: Place) -> Iterator[Any]:
+        """An iterator that leaves out the first batches without loading them."""
+        if not self._seeds:
+            loader = _with_rest(self._loader, _Rest(self._rest.sampler, skipped)) if skipped else self._loader
+            return iter(loader)
+        entropy = (self.seed, place.epoch, self._rank)
+        self._rest.skipped, self._rest.entropy = skipped, entropy if self._loader.num_workers else None
+        batches = iter(self._seeded)
+        return batches if self._loader.num_workers else SeededHere(batches, entropy, skipped)
 
     def _replay(self, place: Place) -> Iterator[Any]:
         """A loader with an `__iter__` of its own alone knows which batch comes when: let it run up to the place."""
@@ -88,8 +112,10 @@ class IndexedSource(Source):
 
     @override
     def adopt_seed(self, seed: int | None) -> None:
-        if self._sharding is not None and seed is not None:
-            self.seed = self._sharding.sampler.seed = seed
+        if self.seed is not None and seed is not None:
+            self.seed = seed
+            if self._sharding is not None:
+                self._sharding.sampler.seed = seed
 
     @override
     def resume_counts(self, place: Place) -> None:
@@ -122,9 +148,15 @@ class IndexedSource(Source):
 
 
 def epoch_holders(loader: DataLoader[Any]) -> list[Any]:
-    """What has to be told the epoch: the samplers, and a loader or data set that asks for it."""
+    """What has to be told the epoch: the samplers, and a loader that asks for it."""
     sampler, batch_sampler = loader.sampler, loader.batch_sampler
-    candidates = (getattr(batch_sampler, "sampler", None), sampler, batch_sampler, loader, loader.dataset)
+    samplers = [getattr(batch_sampler, "sampler", None), sampler, batch_sampler]
+    users = [getattr(each, "sampler", None) for each in samplers if isinstance(each, DistributedSamplerWrapper)]
+    return takers_of_epochs([*samplers, *users, loader])
+
+
+def takers_of_epochs(candidates: list[Any]) -> list[Any]:
+    """Those that have a `set_epoch`, each once."""
     unique = {id(candidate): candidate for candidate in candidates}.values()
     return [candidate for candidate in unique if callable(getattr(candidate, "set_epoch", None))]
 
@@ -144,21 +176,34 @@ def _sampler_and_batch_size(loader: DataLoader[Any]) -> tuple[Any, int | None]:
     return (batch_sampler.sampler, batch_sampler.batch_size) if is_plain(batch_sampler) else (batch_sampler, None)
 
 
-def _without_first(loader: DataLoader[Any], position: int) -> DataLoader[Any]:
-    """A copy of a loader for one iteration, which leaves out the first batches without loading them."""
+def _index_sampler(loader: DataLoader[Any]) -> Any:
+    return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+
+
+def _with_rest(loader: DataLoader[Any], rest: "_Rest") -> DataLoader[Any]:
+    """A copy of a loader that reads the rest of its sampler."""
     shortened = copy(loader)
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    vars(shortened).update({name: _Rest(getattr(loader, name), position), "_iterator": None})
+    vars(shortened).update({name: rest, "_iterator": None})
     return shortened
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Rest:
+    """A sampler without its first items, which carry seeds where there is what these depend on."""
+
     sampler: Any
-    position: int
+    skipped: int = 0
+    entropy: tuple[int, ...] | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "sampler":  # not there yet, while a copy is being made
+            raise AttributeError(name)
+        return getattr(self.sampler, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return islice(iter(self.sampler), self.position, None)
+        items = islice(iter(self.sampler), self.skipped, None)
+        return items if self.entropy is None else seeded(items, self.entropy, self.skipped)
 
     def __len__(self) -> int:
-        return max(0, len(self.sampler) - self.position)
+        return max(0, len(self.sampler) - self.skipped)

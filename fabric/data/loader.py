@@ -128,7 +128,7 @@ def _source_of(loader: Iterable[Any], reading: Reading) -> Source:
         return IterableSource(loader, replay=reading.replay)
     if has_iterable_dataset(loader):
         return StreamSource(loader, reading)
-    return IndexedSource(loader)
+    return IndexedSource(loader, reading)
 
 
 def _plain(loader: Any) -> Any:

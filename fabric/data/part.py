@@ -83,11 +83,11 @@ class Part(IterableDataset[Any]):
     _fabric_epoch: Tensor
     _fabric_resume: Resume | None
     _fabric_read: int
+    _fabric_over: bool
 
     def __init__(self, dataset: Any, cut: Cut, epoch: Tensor, resume: Resume | None) -> None:
-        vars(self).update(
-            _fabric_dataset=dataset, _fabric_cut=cut, _fabric_epoch=epoch, _fabric_resume=resume, _fabric_read=0
-        )
+        vars(self).update(_fabric_dataset=dataset, _fabric_cut=cut, _fabric_epoch=epoch, _fabric_resume=resume)
+        vars(self).update(_fabric_read=0, _fabric_over=False)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith(_OWN) or (name.startswith("__") and name.endswith("__")):  # while a copy is being made
@@ -101,8 +101,9 @@ class Part(IterableDataset[Any]):
             setattr(self._fabric_dataset, name, value)
 
     def fabric_state(self) -> dict[str, Any]:
-        """The data set's own state, and how many of its samples were read."""
-        return {"data": deepcopy(self._fabric_dataset.state_dict()), "read": self._fabric_read}
+        """The data set's own state, how many of its samples were read, and whether it had no more."""
+        data = deepcopy(self._fabric_dataset.state_dict())
+        return {"data": data, "read": self._fabric_read, "over": self._fabric_over}
 
     def __iter__(self) -> Iterator[Any]:
         resume, self._fabric_resume = self._fabric_resume or Resume(), None
@@ -120,18 +121,26 @@ class Part(IterableDataset[Any]):
             self._fabric_read = number + 1
             if number % every == mine:
                 yield sample
+        self._fabric_over = True
 
     def _samples(self, state: Any, entropy: tuple[int, ...], *, ended: bool) -> Iterator[Any]:
         """All samples of the data set, from a state on."""
         dataset = self._fabric_dataset
         if self._fabric_cut.tells_epoch:
             dataset.set_epoch(int(self._fabric_epoch))
-        self._fabric_read = 0
-        if state is not None:
-            dataset.load_state_dict(deepcopy(state["data"]))
-            self._fabric_read = 0 if ended else state["read"]
+        self._fabric_read, self._fabric_over = 0, False
         start = partial(self._started, entropy)
-        return restarted_if_over(start) if ended else start()
+        if state is None:
+            return start()
+        dataset.load_state_dict(deepcopy(state["data"]))
+        if ended:
+            return restarted_if_over(start)
+        self._fabric_read = state["read"]
+        if not state["over"]:
+            return start()
+        if list(islice(start(), 1)):  # it begins the next epoch right away, which is for the next iteration
+            dataset.load_state_dict(deepcopy(state["data"]))
+        return iter(())
 
     def _started(self, entropy: tuple[int, ...]) -> Iterator[Any]:
         """An iterator over the data set. See [Note: one stream, many readers]."""
@@ -158,7 +167,8 @@ class StatefulPart(Part):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next iteration start from there."""
         info = get_worker_info()
-        self._fabric_resume = Resume({0 if info is None else info.id: state})
+        # `torchdata` keeps by itself whether the data was over.
+        self._fabric_resume = Resume({0 if info is None else info.id: {**state, "over": False}})
 
 
 class _Skipped:

@@ -100,7 +100,7 @@ def _is_distributed(sampler: Any) -> bool:
         return False
     if isinstance(sampler, DistributedSampler) or (hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")):
         return True
-    return isinstance(sampler, BatchSampler) and _is_distributed(sampler.sampler)
+    return _is_distributed(getattr(sampler, "sampler", None))  # a batch sampler need not be a `BatchSampler`
 
 
 def is_plain(batch_sampler: Any) -> bool:
@@ -148,7 +148,7 @@ class _BatchSampler(BatchSampler):
         order = self.sampler
         first = order.consumed // (order.num_replicas * self.batch_size)
         batches = self._batches(iter(order))
-        return seeded(batches, order, first) if self._seeds else batches
+        return seeded(batches, _entropy(order), first) if self._seeds else batches
 
     def _batches(self, indices: Iterator[int]) -> Iterator[list[int]]:
         while batch := list(islice(indices, self.batch_size)):
@@ -161,4 +161,8 @@ class _SeededSampler(DistributedSamplerWrapper):
 
     def __iter__(self) -> Iterator[Any]:
         first = self.consumed // self.num_replicas
-        return seeded(super().__iter__(), self, first)
+        return seeded(super().__iter__(), _entropy(self), first)
+
+
+def _entropy(order: DistributedSamplerWrapper) -> tuple[int, ...]:
+    return order.seed, order.epoch, order.rank  # the epoch of now: it may advance before the first batch

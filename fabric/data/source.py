@@ -2,7 +2,7 @@
 """What a set-up loader reads from: one kind for each kind of data."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
@@ -79,17 +79,21 @@ class Source(ABC):
 
     Attributes:
         stride: Items of the global order that all ranks together take for one batch each.
-        epoch_holders: What has to be told the epoch, each with `set_epoch`.
+        epoch_holders: What has to be told the epoch, each with `set_epoch`; the user may choose one through each.
+        followers: What is told the epoch too, but may be another loader's as well, so that it says nothing about ours.
         seed: What the order is drawn from; None where it is not drawn here.
         uneven: Whether one rank may have data when another has none any more.
         has_state: Whether what is read has a state that a place needs besides its numbers.
+        layout: What its batches depend on, where a place can't be recounted for any other; else None.
     """
 
     stride: int = 1
     epoch_holders: list[Any]
+    followers: Sequence[Any] = ()
     seed: Any = None
     uneven: bool = False
     has_state: bool = False
+    layout: dict[str, int | None] | None = None
 
     @abstractmethod
     def start(self, place: Place, *, ahead: bool) -> Iterator[Any]:

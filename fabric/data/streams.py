@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import DataLoader, IterDataPipe
 from typing_extensions import override
 
-from fabric.data.indexed import epoch_holders, iterates_as_usual
+from fabric.data.indexed import epoch_holders, iterates_as_usual, takers_of_epochs
 from fabric.data.part import Cut, Part, Resume, StatefulPart, Stating, epoch_cell
 from fabric.data.place import Place
 from fabric.data.share import Share
@@ -49,10 +49,15 @@ class StreamSource(Source):
         self._cell = epoch_cell(shared=self._workers > 0)
         self._kept: DataLoader[Any] | None = None  # the copy whose workers outlive an iteration
         self._read: DataLoader[Any] = loader  # the copy that the latest iteration reads
-        self.epoch_holders = epoch_holders(loader)
+        self.epoch_holders = takers_of_epochs([*epoch_holders(loader), loader.dataset])
         self.uneven = reading.shard and reading.ranks.num_replicas > 1
         # Which samples a batch was made of is not known where the loader has an `__iter__` of its own.
         self.has_state = self._delegates or (self._own_state and iterates_as_usual(loader))
+        self.layout = {
+            "ranks": reading.ranks.num_replicas,
+            "num_workers": loader.num_workers,
+            "batch_size": loader.batch_size,
+        }
 
     @override
     def start(self, place: Place, *, ahead: bool) -> Iterator[Any]:
@@ -152,7 +157,7 @@ class StreamSource(Source):
             entropy=(ranks.rank,) if whole else (),
             starts_alike=self._reading.replay or not whole,
             seeds_samples=self._seeds,
-            tells_epoch=bool(self._workers) and not self._is_hugging_face_dataset and self._takes_epochs,
+            tells_epoch=loader.persistent_workers and not self._is_hugging_face_dataset and self._takes_epochs,
             batch=loader.batch_size or 1,
         )
 

@@ -16,27 +16,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.utilities.distributed import DistributedSamplerWrapper
 from fabric.utilities.seed import derive_seed, seed_batch
 
 
-def seeded(items: Iterator[Any], order: DistributedSamplerWrapper, first: int) -> Iterator[Any]:
+def seeded(items: Iterator[Any], entropy: tuple[int, ...], first: int) -> Iterator[Any]:
     """The items of a sampler, each with its seed.
 
     Args:
-        items: Indices or lists of them.
-        order: Where they come from.
-        first: Index of the first batch.
+        items: Indices or lists of them, or whatever the data set takes.
+        entropy: What the seeds depend on besides the number of the batch.
+        first: Number of the first batch.
     """
-    return _seeded(items, (order.seed, order.epoch, order.rank), first)  # the epoch of now: it may advance later
-
-
-def _seeded(items: Iterator[Any], entropy: tuple[int, ...], first: int) -> Iterator[Any]:
     for number, item in enumerate(items, first):
-        kind = _KINDS.get(type(item))
-        if kind is not None:
-            item = kind(item)
-            item.seed = derive_seed(*entropy, number)
+        item = _KINDS.get(type(item), _SeededItem)(item)
+        item.seed = derive_seed(*entropy, number)
         yield item
 
 
@@ -52,6 +45,18 @@ class _SeededIndex(int):
 
     def __reduce__(self) -> Any:
         return _seed_and_return, (int(self), self.seed)
+
+
+class _SeededItem:
+    """Anything else; what unpickles is the item itself."""
+
+    seed: int
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def __reduce__(self) -> Any:
+        return _seed_and_return, (self._item, self.seed)
 
 
 _KINDS: dict[type, Any] = {list: _SeededBatch, int: _SeededIndex}

@@ -39,6 +39,13 @@ class PerRankStateful(PerRank):
         self.start = state["last"] + 1
 
 
+class NoStart(PerRank):
+    def __iter__(self) -> Iterator[int]:
+        if self.broken:
+            raise ValueError("no file")
+        return super().__iter__()
+
+
 def steps(loader: Any) -> list[Any]:
     return [(batch.tolist(), loader.share.valid) for batch in loader]
 
@@ -76,6 +83,7 @@ def loops(context: Any, workers: int) -> dict[str, Any]:
     found["nothing"] = error_of(loader(PerRank([3, 0], rank, n)))
     found["error"] = error_of(loader(PerRank([9, 2], rank, n, broken=rank == 1)))
     found["first error"] = error_of(loader(PerRank([3, 0], rank, n, broken=rank == 1)))
+    found["no start"] = error_of(loader(NoStart([3, 3], rank, n, broken=rank == 1)))
     found["late error"] = error_of(loader(PerRank([9, 3], rank, n, broken=rank == 0)))
     fabric.barrier()
     return found
@@ -106,6 +114,8 @@ def test_ranks_take_the_same_number_of_steps(workers: int) -> None:
     broken = "ValueError: a broken sample" if workers else "a broken sample"
     assert (first["error"], second["error"]) == (f"1 batches, {other}", f"1 batches, {broken}")
     assert (first["first error"], second["first error"]) == (f"0 batches, {other}", f"0 batches, {broken}")
+    no_file = "ValueError: no file" if workers else "no file"
+    assert (first["no start"], second["no start"]) == (f"0 batches, {other}", f"0 batches, {no_file}")
     assert (first["late error"], second["late error"]) == (f"4 batches, {broken}", f"4 batches, {other}")
 
 

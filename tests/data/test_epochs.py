@@ -14,6 +14,7 @@ from torch.utils.data import (
     DistributedSampler,
     IterableDataset,
     RandomSampler,
+    Sampler,
     WeightedRandomSampler,
 )
 
@@ -73,6 +74,43 @@ def test_set_epoch_of_the_users_wins(through: str) -> None:
             break
     target.set_epoch(7)
     assert batches(loader) == epoch(7)
+
+
+class Rotated(Sampler[int]):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([(index + self.epoch) % 20 for index in range(4)])
+
+
+class NumbersWithEpochs(Numbers):
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+def test_set_epoch_of_a_sampler_that_was_given_to_the_loader_wins() -> None:
+    sampler = Rotated()
+    loader = wrap(DataLoader(Numbers(), batch_size=2, sampler=sampler))
+    for chosen in (2, 7):
+        sampler.set_epoch(chosen)
+        assert batches(loader) == [[chosen, chosen + 1], [chosen + 2, chosen + 3]]
+    assert batches(loader) == [[8, 9], [10, 11]]
+    assert sampler.epoch == loader.sampler.epoch == 9
+
+
+def test_a_data_set_with_indices_follows_one_loader_and_the_users_choice_stands() -> None:
+    dataset = NumbersWithEpochs()
+    loader, other = (wrap(DataLoader(dataset, batch_size=3, shuffle=True)) for _ in range(2))
+    assert [batches(loader), batches(other), batches(loader)] == [epoch(0), epoch(0), epoch(1)]
+    assert dataset.epoch == 2
+    dataset.set_epoch(7)
+    assert batches(loader) == epoch(2)
+    assert dataset.epoch == 7
 
 
 def test_the_users_distributed_sampler_is_advanced_and_its_set_epoch_wins() -> None:
@@ -286,6 +324,57 @@ def test_resume_in_the_middle_of_an_order_that_is_not_known() -> None:
     sequential = _FabricDataLoader(DataLoader(Numbers(6), batch_size=2), move=None)
     sequential.load_state_dict({"epoch": 1, "position": 2, "consumed": 2, "seed": None})
     assert batches(sequential) == [[4, 5]]
+
+
+class _Own(DataLoader[int]):
+    def __iter__(self) -> Any:
+        yield from super().__iter__()
+
+
+def _distributed(n: int) -> Any:
+    sampler = DistributedSampler(Numbers(), num_replicas=n, rank=0)
+    return _FabricDataLoader(DataLoader(Numbers(), batch_size=2, sampler=sampler))
+
+
+COUNTED: dict[str, tuple[Any, Any, str, str]] = {
+    "own __iter__": (
+        lambda: wrap(_Own(Numbers(), batch_size=2), 2, 0),
+        lambda: wrap(_Own(Numbers(), batch_size=8), 2, 0),
+        "{'ranks': 2, 'batch_size': 2}",
+        "{'ranks': 2, 'batch_size': 8}",
+    ),
+    "the user's sampler": (
+        lambda: _distributed(2),
+        lambda: _distributed(4),
+        "{'ranks': 2, 'batch_size': 2}",
+        "{'ranks': 4, 'batch_size': 2}",
+    ),
+    "left as it is": (
+        lambda: _FabricDataLoader(DataLoader(Numbers(), batch_size=2)),
+        lambda: _FabricDataLoader(DataLoader(Numbers(), batch_size=4)),
+        "{'ranks': 1, 'batch_size': 2}",
+        "{'ranks': 1, 'batch_size': 4}",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_batches_that_are_counted_go_on_only_as_they_were_made(name: str) -> None:
+    make, make_other, before, now = COUNTED[name]
+    loader = make()
+    iterator = iter(loader)
+    first = [next(iterator).tolist() for _ in range(2)]
+    state = loader.state_dict()
+    text = (
+        f"The loader was saved after 2 batches of epoch 0 with `{before}`, and now it has `{now}`: its batches are"
+        " counted, and go on only with the same. Save at the end of an epoch to change them."
+    )
+    with pytest.raises(RuntimeError, match="^" + re.escape(text) + "$"):
+        make_other().load_state_dict(state)
+    make_other().load_state_dict({**state, "position": 0, "consumed": 0})
+    again = make()
+    again.load_state_dict(state)
+    assert first + batches(again) == batches(make())
 
 
 def test_resume_in_the_middle_of_a_stream() -> None:

@@ -160,6 +160,16 @@ def test_prefetch_is_a_number_of_batches(fabric: Any, prefetch: Any) -> None:
         fabric.setup_dataloaders(DataLoader([1]), prefetch=prefetch)
 
 
+def test_batches_come_in_order(fabric: Any) -> None:
+    fabric.setup_dataloaders(DataLoader([1], num_workers=1, in_order=False))
+    text = (
+        "`DataLoader(in_order=False)` yields batches as its workers finish them, so that the ranks' batches do not"
+        " belong together and no place can be gone back to. Leave `in_order` out."
+    )
+    with pytest.raises(ValueError, match="^" + re.escape(text) + "$"):
+        fabric.setup_dataloaders(DataLoader([1], num_workers=2, in_order=False))
+
+
 def test_ways_to_end(fabric: Any) -> None:
     text = "`fabric.setup_dataloaders(..., uneven='wait')` is not a way to end. Choose one of 'pad', 'stop'."
     with pytest.raises(ValueError, match="^" + re.escape(text) + "$"):

@@ -242,6 +242,16 @@ def test_without_batches_a_batch_sampler_as_sampler_keeps_its_batches() -> None:
     assert ranks == [[[0, 2], [4, 6]], [[1, 3], [5, 7]]]
 
 
+class _Pairs:
+    """A batch sampler that is no `BatchSampler`."""
+
+    def __init__(self, sampler: Any) -> None:
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return iter([list(self.sampler)])
+
+
 class _Own(Sampler[int]):
     num_replicas, rank = 2, 1
 
@@ -256,6 +266,7 @@ class _Own(Sampler[int]):
         DataLoader(
             Numbers(), batch_sampler=BatchSampler(DistributedSampler(Numbers(), num_replicas=2, rank=0), 2, False)
         ),
+        DataLoader(Numbers(), batch_sampler=_Pairs(DistributedSampler(Numbers(), num_replicas=2, rank=0))),
         DataLoader(Numbers(), sampler=_Own()),
     ],
 )

@@ -75,6 +75,24 @@ class Endless(Plain):
         self.position = state["position"]
 
 
+class Rewinding(Plain):
+    """Begins anew as soon as it has ended."""
+
+    position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < self.length:
+            self.position += 1
+            yield self.position - 1
+        self.position = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.position = state["position"]
+
+
 class Random(Plain):
     """Shuffled when it starts, and augmented."""
 
@@ -216,6 +234,27 @@ def test_epochs_reach_persistent_workers_and_the_users_choice_wins() -> None:
     assert batches(loader) == [[800, 801]]
 
 
+class HiddenEpochs(Epochs):
+    """Does not show its epoch."""
+
+    epoch = property()  # type: ignore[assignment]
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        yield self._epoch
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_that_is_not_shown_is_advanced_and_the_users_choice_wins(workers: int) -> None:
+    loader = read(HiddenEpochs(), num_workers=workers)
+    loader.dataset.set_epoch(0)
+    assert [batches(loader) for _ in range(2)] == [[[0]], [[1]]]
+    loader.dataset.set_epoch(7)
+    assert batches(loader) == [[7]]
+
+
 def check_resume(make: Any, positions: Any = (0, 1, 2, "all")) -> None:
     """Each place, in a new process, leads to the rest of the epoch and to the next one."""
     whole = make()
@@ -240,17 +279,33 @@ def check_resume(make: Any, positions: Any = (0, 1, 2, "all")) -> None:
 
 @pytest.mark.parametrize("batch_size", [3, None])
 @pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("kind", [Stateful, Endless])
+@pytest.mark.parametrize("kind", [Stateful, Endless, Rewinding])
 def test_resume_by_the_data_sets_own_state(kind: Any, n: int, batch_size: int | None) -> None:
     check_resume(lambda: read(kind(), n, n - 1, batch_size=batch_size))
 
 
+@pytest.mark.parametrize("kind", [Stateful, Rewinding])
 @pytest.mark.parametrize("persistent", [False, True])
-def test_resume_by_the_states_of_the_workers(persistent: bool) -> None:
+def test_resume_by_the_states_of_the_workers(persistent: bool, kind: Any) -> None:
     def make() -> Any:
-        return read(Stateful(23), 2, 1, num_workers=2, persistent_workers=persistent, prefetch_factor=3)
+        return read(kind(23), 2, 1, num_workers=2, persistent_workers=persistent, prefetch_factor=3)
 
-    check_resume(make, positions=(1, 2, 4, "all"))
+    check_resume(make, positions=(1, 2, 3, 4, "all"))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_at_the_last_batch_of_an_epoch(workers: int) -> None:
+    def make() -> Any:
+        return read(Rewinding(7), num_workers=workers, batch_size=4)
+
+    whole, states = [], []
+    for batch in (loader := make()):
+        whole.append(batch.tolist())
+        states.append(loader.state_dict())
+    for seen, state in enumerate(states, 1):
+        resumed = make()
+        resumed.load_state_dict(state)
+        assert [batches(resumed), batches(resumed)] == [whole[seen:], whole]
 
 
 def test_resume_when_a_worker_has_ended_before_the_others() -> None:
@@ -280,7 +335,9 @@ def test_the_state_is_that_of_the_batches_that_were_yielded() -> None:
     next(iterator)
     next(iterator)
     state = loader.state_dict()
-    assert state["streams"] == [{"workers": {0: {"data": {"last": 5}, "read": 6}}, "next": 0, "num_workers": 0}]
+    assert state["streams"] == [
+        {"workers": {0: {"data": {"last": 5}, "read": 6, "over": False}}, "next": 0, "num_workers": 0}
+    ]
     assert (state["epoch"], state["position"]) == (0, 2)
 
 
@@ -318,6 +375,20 @@ def test_replay_draws_the_same_order_again() -> None:
     resumed = make()
     resumed.load_state_dict({"epoch": 0, "position": 2, "consumed": 2, "seed": 3})
     assert order(resumed) == whole[2:]
+
+
+@pytest.mark.parametrize(("n", "kwargs"), [(4, {}), (2, {"num_workers": 2}), (2, {"batch_size": 2})])
+def test_replay_counts_the_same_batches_only(n: int, kwargs: Any) -> None:
+    loader = read(Plain(), 2, 0, reading={"replay": True})
+    next(iter(loader))
+    now = {"ranks": n, "num_workers": 0, "batch_size": 3, **kwargs}
+    refused(
+        read(Plain(), n, 0, reading={"replay": True}, **kwargs),
+        loader.state_dict(),
+        "The loader was saved after 1 batches of epoch 0 with `{'ranks': 2, 'num_workers': 0, 'batch_size': 3}`, and"
+        f" now it has `{now}`: its batches are counted, and go on only with the same. Save at the end of an epoch to"
+        " change them.",
+    )
 
 
 def refused(loader: Any, state: Any, text: str) -> None:

@@ -6,8 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, SequentialSampler, get_worker_info
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler, get_worker_info
 
+from fabric.data import Ranks, Reading, _FabricDataLoader
 from fabric.utilities.seed import seed_everything
 from tests.data.test_sharding import wrap
 
@@ -30,6 +31,13 @@ class WorkerSeeds(Dataset[int]):
 
 class Lists(BatchSampler):
     """A batch sampler of the user's own."""
+
+
+class Arrays(Lists):
+    """Yields what is neither a list nor a number."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(np.asarray, super().__iter__())
 
 
 @pytest.fixture
@@ -75,6 +83,7 @@ KINDS = {
     "batches": {"batch_size": 2},
     "single samples": {"batch_size": None},
     "custom batches": {"batch_sampler": Lists(SequentialSampler(Augmented()), 2, False)},
+    "arrays": {"batch_sampler": Arrays(SequentialSampler(Augmented()), 2, False)},
 }
 
 
@@ -95,6 +104,24 @@ def test_augmentation_follows_seed_epoch_and_batch_but_not_the_workers(kind: str
     resumed = make(2)
     resumed.load_state_dict({"epoch": 1, "position": 1, "consumed": one._source.stride, "seed": 0})
     assert rows(resumed) == second[1:]
+
+
+@pytest.mark.usefixtures("seeded_workers")
+def test_a_sampler_that_is_distributed_already_is_seeded_too() -> None:
+    def make(rank: int, **kwargs: Any) -> Any:
+        sampler = DistributedSampler(Augmented(), num_replicas=2, rank=rank)  # type: ignore[arg-type]
+        loader = DataLoader(Augmented(), batch_size=2, sampler=sampler, **kwargs)
+        return _FabricDataLoader(loader, reading=Reading(Ranks(2, rank), seed=3))
+
+    loader = make(1)
+    first, second = rows(loader), rows(loader)
+    workers = make(1, num_workers=2, persistent_workers=True)
+    assert [rows(workers), rows(workers)] == [first, second]
+    assert all(a[1:] != b[1:] for a, b in zip(first, rows(make(0)), strict=True))
+    for kwargs in ({}, {"num_workers": 1}):
+        resumed = make(1, **kwargs)
+        resumed.load_state_dict({"epoch": 1, "position": 2, "consumed": 2, "seed": 3})
+        assert rows(resumed) == second[2:]
 
 
 @pytest.mark.usefixtures("seeded_workers")
