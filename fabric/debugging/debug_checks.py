@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, WeakSet, ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ T = TypeVar("T")
 _COLLECTIVE = frozenset(
     (
         *("barrier", "broadcast", "all_gather", "all_reduce", "gather_for_metrics", "weighted_mean"),
-        *("any_rank", "all_ranks", "join_uneven_inputs", "rank_zero_first", "log_dict"),
+        *("any_rank", "all_ranks", "accumulate", "join_uneven_inputs", "rank_zero_first", "log_dict"),
         *("save", "load", "load_raw", "state_dict"),
         *("setup", "setup_module", "setup_optimizers", "setup_dataloaders"),
     )
@@ -69,7 +69,7 @@ class DebugChecks(Checks):
     @override
     def enter(self) -> None:
         strategy = self._strategy
-        self._modules: WeakSet[Module] = WeakSet()
+        self._modules: WeakKeyDictionary[Module, None] = WeakKeyDictionary()  # in the order of setup, on all ranks
         self._steps: list[int] = []  # of each optimizer that was set up
         self._buffers_due: WeakKeyDictionary[Module, bool] = WeakKeyDictionary()
         self._tracer = FiniteTracer(self._leave, traces_backward=not strategy.precision.skips_nonfinite_steps)
@@ -133,7 +133,7 @@ class DebugChecks(Checks):
     @override
     def watch(self, forward_module: Module, module: Module, *, compiled: bool) -> None:
         assert self._tracer is not None
-        self._modules.add(module)
+        self._modules[module] = None
         if compiled:
             rank_zero_warn(
                 f"Debug mode can't look into `{type(module).__name__}`, which is compiled: neither NaN nor its backward"

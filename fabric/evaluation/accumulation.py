@@ -27,17 +27,21 @@ class Accumulation(Iterable["MicroBatches"], Placed):
         steps: Micro-batches of a window; the last one of an epoch may have fewer.
         count: What the mean is over: None for micro-batches, `"samples"`, or a function of a batch.
         strategy: Sums the counts over the ranks.
+        before_sum: Called before each of these sums.
 
     Raises:
         TypeError, ValueError: If one of them is no such thing.
     """
 
-    def __init__(self, loader: Any, steps: int, count: Count, strategy: Strategy) -> None:
+    def __init__(
+        self, loader: Any, steps: int, count: Count, strategy: Strategy, before_sum: Callable[[], None]
+    ) -> None:
         _validate(loader, steps, count)
         self._loader = loader
         self._steps = steps
         self._count = count
         self._strategy = strategy
+        self._before_sum = before_sum
 
     def __len__(self) -> int:
         return -(-len(self._loader) // self._steps)
@@ -86,6 +90,7 @@ class Accumulation(Iterable["MicroBatches"], Placed):
         own = torch.stack(counts).sum()
         if self._count is None:
             return own
+        self._before_sum()
         return self._strategy.gather_alike(own).mean()
 
 
@@ -138,10 +143,12 @@ class MicroBatches(Sequence[Any]):
         return batches[index]
 
     def __iter__(self) -> Iterator[Any]:
-        for index in range(self._length):
-            self._current = index
-            yield self._available()[index].batch
-        self._current = None
+        try:
+            for index in range(self._length):
+                self._current = index
+                yield self._available()[index].batch
+        finally:
+            self._current = None
 
     @property
     def is_last(self) -> bool:

@@ -130,7 +130,8 @@ class Talk(Identity):
         Args:
             flag: A bool, or a tensor with one element (on a GPU, reading it waits for the GPU).
             wait: False starts this vote and returns the answer of the call before it, at next to no cost: all ranks
-                learn of it one step later, together. The first such call returns False.
+                learn of it one step later, together. The first such call returns False. The last vote of a loop is
+                answered by the first call in the next one, unless you call `any_rank(False, wait=False)` in between.
 
         Example::
 
@@ -210,8 +211,8 @@ class Talk(Identity):
                 optimizer.step()
                 optimizer.zero_grad()
         """
-        self._require_launch("accumulate")
-        return Accumulation(loader, steps, count, self._strategy)
+        self._require_launch("accumulate", steps=steps)
+        return Accumulation(loader, steps, count, self._strategy, partial(self._checks.call, "accumulate"))
 
     def _on_tensors(self, data: Any, function: Callable[[Tensor], Tensor]) -> Any:
         def apply(value: Tensor | float) -> Tensor:

@@ -58,6 +58,13 @@ def different_sources(fabric: Fabric, rank: int) -> None:
     fabric.broadcast(1, src=rank % 2)
 
 
+def different_windows(fabric: Fabric, rank: int) -> None:
+    loader = fabric.setup_dataloaders(DataLoader(torch.arange(8), batch_size=1))  # type: ignore[arg-type]
+    for index, _ in enumerate(fabric.accumulate(loader, 1, count="samples")):
+        if rank == 0 and index == 0:
+            fabric.barrier()
+
+
 def different_modules(fabric: Fabric, rank: int) -> None:
     fabric.setup(nn.Linear(2, 1 if rank == 0 else 2, bias=False))
 
@@ -99,6 +106,8 @@ EXPECTED = {
     "  rank 0: reduce_op='sum' (item 1)\n  ranks 1-3: reduce_op='mean' (item 1)" + ALIKE,
     different_sources: "RuntimeError: `fabric.broadcast` at +1: what the ranks pass is not alike:\n"
     "  ranks 0, 2: src=0\n  ranks 1, 3: src=1" + ALIKE,
+    different_windows: "RuntimeError: The ranks make different calls:\n"
+    "  rank 0: `fabric.barrier` at +4\n  ranks 1-3: `fabric.accumulate` at +2" + ORDER,
     different_modules: "RuntimeError: `fabric.setup` at +1: what the ranks pass is not alike:\n"
     "  rank 0: float32 [1, 2]\n  ranks 1-3: float32 [2, 2]" + ALIKE,
     different_steps: "RuntimeError: The ranks make different calls:\n"
@@ -204,6 +213,7 @@ def each_collective(context: RankContext) -> dict[str, str]:
         "weighted_mean": lambda: fabric.weighted_mean(1.0, 1),
         "any_rank": lambda: fabric.any_rank(True),
         "all_ranks": lambda: fabric.all_ranks(True),
+        "accumulate": lambda: fabric.accumulate(loader, 2),
         "join_uneven_inputs": lambda: fabric.join_uneven_inputs(model),
         "rank_zero_first": lambda: fabric.rank_zero_first(),
         "log_dict": lambda: fabric.log_dict({"loss": 1.0}, reduce="mean"),

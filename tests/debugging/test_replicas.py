@@ -66,6 +66,21 @@ def cases(context: RankContext) -> list[str]:
     return [*found, error_of(spoil_buffer, debugged(context, strategy=Promising()))]
 
 
+def several_of_a_class(context: RankContext) -> bool:
+    fabric = debugged(context)
+    kept = []
+    for _ in range(8):
+        kept.append(fabric.setup_module(nn.Linear(1, 1)))
+        kept.append([nn.Linear(1, 1) for _ in range(3 * context.rank)])  # addresses that differ over the ranks
+    fabric.save("file", {"number": 1})
+    return True
+
+
+@pytest.mark.ranks
+def test_modules_of_one_class_are_compared_each_with_itself() -> None:
+    assert run_ranks(2, several_of_a_class) == [True, True]
+
+
 @pytest.mark.ranks
 def test_replicas_that_are_no_longer_equal() -> None:
     expected = [

@@ -274,8 +274,11 @@ def test_a_mean_outside_of_the_loop():
         " Call it inside `for batch in micro_batches:`."
     )
     for micro_batches in fabric.accumulate(loader, 3):
+        for _ in micro_batches:
+            break
         with pytest.raises(RuntimeError, match=f"^{re.escape(text)}$"):
             micro_batches.mean(torch.tensor(1.0))
+        assert micro_batches.is_last
 
 
 @pytest.mark.parametrize(
