@@ -33,8 +33,10 @@ class TensorBoardLogger(ClientLogger):
         name: Name of the experiment; with `""` or None the versions lie in `root_dir` itself.
         version: A number `n` (folder `version_n`) or the name of the folder. By default the first number above those
             that exist; see `CSVLogger`.
-        sub_dir: Folder below that of the version, for several writers of one run.
+        default_hp_metric: Whether hyperparameters that come without metrics get `hp_metric`, -1 until it is logged, as
+            their result in TensorBoard's table of runs.
         prefix: Put before the name of each metric, with a `-` between.
+        sub_dir: Folder below that of the version, for several writers of one run.
         **kwargs: For `SummaryWriter`, such as `flush_secs` (10 by default here), `max_queue`, `purge_step`.
 
     Raises:
@@ -55,12 +57,14 @@ class TensorBoardLogger(ClientLogger):
         root_dir: PathLike,
         name: str | None = "fabric_logs",
         version: int | str | None = None,
-        sub_dir: PathLike | None = None,
+        default_hp_metric: bool = True,
         prefix: str = "",
+        sub_dir: PathLike | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(prefix=prefix)
         self._folder = RunFolder(root_dir, name, version)
+        self._default_hp_metric = default_hp_metric
         self._sub_dir = os.fspath(sub_dir or "")
         self._kwargs = {"flush_secs": 10, **kwargs}
 
@@ -99,17 +103,23 @@ class TensorBoardLogger(ClientLogger):
 
     @override
     @rank_zero_only
-    def log_hyperparams(self, params: Any, metrics: Mapping[str, Any] | None = None, step: int | None = None) -> None:
+    def log_hyperparams(
+        self, params: Any, metrics: Mapping[str, Any] | float | None = None, step: int | None = None
+    ) -> None:
         """Record what the run was started with, for TensorBoard's table of runs.
 
         Args:
             params: A mapping, an `argparse.Namespace` or a dataclass instance; nested ones are flattened.
-            metrics: Name to number: the columns of results in that table. Log the same names later to update them.
+            metrics: Name to number: the columns of results in that table; a number alone is named `hp_metric`. Log the
+                same names later to update them.
             step: When these were measured.
         """
         from torch.utils.tensorboard.summary import hparams
 
-        numbers = as_numbers(metrics or {})
+        if metrics is None:
+            metrics = {"hp_metric": -1} if self._default_hp_metric else {}
+        named = metrics if isinstance(metrics, Mapping) else {"hp_metric": metrics}
+        numbers = as_numbers(named, self._prefix)
         writer = self.experiment._get_file_writer()
         for summary in hparams(as_flat_dict(params), numbers):
             writer.add_summary(summary, step)

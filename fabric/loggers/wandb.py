@@ -14,8 +14,9 @@ from fabric.utilities.rank_zero import rank_zero_only
 class WandbLogger(ClientLogger):
     """Sends metrics to Weights & Biases. `experiment` is the `wandb.Run`.
 
-    Each call of `log_metrics` is a row of its own, written at once. `step` is a column and the x-axis of all charts, so
-    that steps may come in any order; W&B's own counter would drop rows that go back.
+    Each call of `log_metrics` is a row of its own, that W&B's own process has at once and writes to the disk every 15
+    seconds. `step` is a column and the x-axis of all charts, so that steps may come in any order; W&B's own counter
+    would drop rows that go back.
 
     Args:
         project: The project; by default what W&B's settings say.

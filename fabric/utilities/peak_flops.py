@@ -75,7 +75,7 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
     Args:
         device: The device.
         dtype: In what the products are computed, or a name: `fp64`, `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `int8`.
-            `torch.float32` counts as `tf32` where `torch.set_float32_matmul_precision` allows it.
+            `torch.float32` counts as `tf32` where PyTorch may use that and the device has it.
 
     Returns:
         Operations per second; None for a device that is not in the table (every CPU) and for an arithmetic that the
@@ -88,35 +88,37 @@ def get_available_flops(device: torch.device, dtype: torch.dtype | str) -> int |
         >>> get_available_flops(torch.device("cpu"), torch.float32) is None
         True
     """
-    column = _column(dtype)
-    if device.type != "cuda" or column is None:
-        return None
-    return peak_of(torch.cuda.get_device_name(device), column)
+    columns = columns_of(dtype)
+    return peak_of(torch.cuda.get_device_name(device), *columns) if device.type == "cuda" else None
 
 
-def peak_of(name: str, column: str) -> int | None:
-    """The number of the table for a device with this name; None if there is none.
+def peak_of(name: str, *columns: str) -> int | None:
+    """The number of the table for a device with this name, from the first column that has one; None if there is none.
 
     Example:
         >>> peak_of("NVIDIA A100-SXM4-80GB", "bf16")
         312000000000000
     """
     model = _BRANDS.sub("", name)
+    if " MIG " in model:  # a slice of the device
+        return None
     for pattern, row in _TERAFLOPS.items():
         if re.fullmatch(pattern, model):
-            teraflops = row[_COLUMNS.index(column)]
-            return None if teraflops is None else round(teraflops * 1e12)
+            known = (row[_COLUMNS.index(column)] for column in columns)
+            return next((round(teraflops * 1e12) for teraflops in known if teraflops is not None), None)
     return None
 
 
-def _column(dtype: torch.dtype | str) -> str | None:
+def columns_of(dtype: torch.dtype | str) -> tuple[str, ...]:
+    """In which columns of the table to look for an arithmetic, the fastest first."""
     if isinstance(dtype, str):
         if dtype not in _COLUMNS:
             raise ValueError(
                 f"`get_available_flops(..., {dtype!r})` is not a known arithmetic."
                 f" Choose one of {', '.join(_COLUMNS)}, or pass a `torch.dtype`."
             )
-        return dtype
-    if dtype is torch.float32 and torch.get_float32_matmul_precision() != "highest":
-        return "tf32"
-    return _OF_DTYPE.get(dtype)
+        return (dtype,)
+    # not `torch.get_float32_matmul_precision`, which raises once a program has used the setting that is read here
+    if dtype is torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32":
+        return ("tf32", "fp32")
+    return (_OF_DTYPE[dtype],) if dtype in _OF_DTYPE else ()

@@ -5,14 +5,6 @@ import pytest
 
 from tests.loggers.clients import Client
 
-AIM = Client(
-    "AimLogger",
-    "aim",
-    '"gpt", repo="runs", system_tracking_interval=None, log_system_params=False, capture_terminal_logs=False',
-)
-AIM.skip_unless_installed()
-pytestmark = [pytest.mark.aim, pytest.mark.ranks]
-
 READ = """
 from aim import Repo
 
@@ -27,14 +19,22 @@ def read():
     return found
 """
 
+AIM = Client(
+    "AimLogger",
+    "aim",
+    '"gpt", repo="runs", system_tracking_interval=None, log_system_params=False, capture_terminal_logs=False',
+    READ,
+)
+AIM.skip_unless_installed()
+pytestmark = pytest.mark.aim
+
 
 def test_a_run_in_a_local_repository(tmp_path: Path) -> None:
-    zero, one = AIM.log_on_two_ranks(tmp_path)
-    version = zero[2]
-    assert zero == ["Run", "gpt", version]
-    assert one == ["NullExperiment", "gpt", None]
-    before, after = AIM.continue_and_fail(tmp_path, version, READ)
+    said = AIM.run(tmp_path)
+    assert said.kinds == ["Run"]
+    name, version = said.named
+    assert name == "gpt"
     params = {"optimizer": {"lr": 0.5}, "rank": 0}
     rows = {"loss": [[3, 0.5], [4, 0.25]]}
-    assert before == [[version, "gpt", params, rows, "success"]]
-    assert after == [[version, "gpt", params, {**rows, "more-loss": [[5, 0.125]]}, "failed"]]
+    assert said.before == [[version, "gpt", params, rows, "failed"]]
+    assert said.after == [[version, "gpt", params, {**rows, "more-loss": [[5, 0.125]]}, "success"]]

@@ -155,9 +155,9 @@ if sys.argv[3] == "raise":
 def test_a_program_that_just_ends_closes_the_run(tmp_path: Path, where: str, how: str, status: str) -> None:
     root = Path(__file__).resolve().parents[2]
     command = [sys.executable, "-c", ENDS, str(tmp_path / "log"), where, how]
-    subprocess.run(command, timeout=120, cwd=root, stderr=subprocess.DEVNULL)
+    ended = subprocess.run(command, timeout=120, cwd=root, stderr=subprocess.PIPE, text=True)
     written = lines(tmp_path / "log")
-    assert written[:2] + written[-1:] == ["opened v", "{'a': 1} 0", f"closed {status}"]
+    assert written[:2] + written[-1:] == ["opened v", "{'a': 1} 0", f"closed {status}"], ended.stderr
     assert [line for line in written if line.startswith("closed")] == [f"closed {status}"]
 
 

@@ -5,23 +5,8 @@ import pytest
 
 from tests.loggers.clients import Client
 
-COMET = Client(
-    "CometLogger",
-    "comet-ml",
-    'project="gpt", offline=True',
-    {
-        "COMET_OFFLINE_DIRECTORY": "runs",
-        "COMET_LOGGING_CONSOLE": "ERROR",
-        "COMET_DISABLE_AUTO_LOGGING": "1",
-        "COMET_AUTO_LOG_ENV_DETAILS": "false",
-    },
-)
-COMET.skip_unless_installed()
-pytestmark = [pytest.mark.comet, pytest.mark.ranks]
-
 READ = """
 import zipfile
-from pathlib import Path
 
 def read():
     found = []
@@ -43,18 +28,34 @@ def read():
     return found
 """
 
+COMET = Client(
+    "CometLogger",
+    "comet-ml",
+    'project="gpt", offline=True',
+    READ,
+    {
+        "COMET_OFFLINE_DIRECTORY": "runs",
+        "COMET_LOGGING_CONSOLE": "ERROR",
+        "COMET_DISABLE_AUTO_LOGGING": "1",
+        "COMET_AUTO_LOG_ENV_DETAILS": "false",
+    },
+    apart=True,
+)
+COMET.skip_unless_installed()
+pytestmark = pytest.mark.comet
+
 
 def test_a_run_offline(tmp_path: Path) -> None:
-    zero, one = COMET.log_on_two_ranks(tmp_path)
-    version = zero[2]
-    assert zero == ["OfflineExperiment", "gpt", version]
-    assert one == ["NullExperiment", "gpt", None]
-    (first,), (again, second) = COMET.continue_and_fail(tmp_path, version, READ)
+    said = COMET.run(tmp_path)
+    assert said.kinds == ["OfflineExperiment"]
+    name, version = said.named
+    assert name == "gpt"
+    first, second = said.after
     assert first == {
         "key": version,
         "project": "gpt",
         "rows": [["loss", 3, 0.5], ["loss", 4, 0.25]],
         "params": {"optimizer/lr": 0.5, "rank": 0},
+        "status": "failed",
     }
-    assert again == first
-    assert (second["key"], second["rows"], second["status"]) == (version, [["more-loss", 5, 0.125]], "failed")
+    assert (second["key"], second["rows"]) == (version, [["more-loss", 5, 0.125]])

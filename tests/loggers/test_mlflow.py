@@ -5,15 +5,6 @@ import pytest
 
 from tests.loggers.clients import Client
 
-MLFLOW = Client(
-    "MLFlowLogger",
-    "mlflow",
-    '"gpt", tracking_uri="sqlite:///runs.db", run_name="large", tags={"a": "b"}',
-    {"MLFLOW_DISABLE_TELEMETRY": "true"},
-)
-MLFLOW.skip_unless_installed()
-pytestmark = [pytest.mark.mlflow, pytest.mark.ranks]
-
 READ = """
 from mlflow.tracking import MlflowClient
 
@@ -28,15 +19,23 @@ def read():
     return found
 """
 
+MLFLOW = Client(
+    "MLFlowLogger",
+    "mlflow",
+    '"gpt", tracking_uri="sqlite:///runs.db", run_name="large", tags={"a": "b"}',
+    READ,
+    {"MLFLOW_DISABLE_TELEMETRY": "true"},
+)
+MLFLOW.skip_unless_installed()
+pytestmark = pytest.mark.mlflow
+
 
 def test_a_run_in_a_local_store(tmp_path: Path) -> None:
-    zero, one = MLFLOW.log_on_two_ranks(tmp_path)
-    version = zero[2]
-    assert zero == ["MlflowClient", "gpt", version]
-    assert one == ["NullExperiment", "gpt", None]
-    before, after = MLFLOW.continue_and_fail(tmp_path, version, READ)
+    said = MLFLOW.run(tmp_path)
+    assert said.kinds == ["MlflowClient"]
+    name, version = said.named
+    assert name == "gpt"
     params = {"optimizer/lr": "0.5", "rank": "0"}
     rows = {"loss": [[3, 0.5], [4, 0.25]]}
-    assert before == [[version, "large", "FINISHED", "b", params, rows]]
-    rows["more-loss"] = [[5, 0.125]]
-    assert after == [[version, "large", "FAILED", "b", params, rows]]
+    assert said.before == [[version, "large", "FAILED", "b", params, rows]]
+    assert said.after == [[version, "large", "FINISHED", "b", params, {**rows, "more-loss": [[5, 0.125]]}]]

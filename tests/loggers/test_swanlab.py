@@ -5,10 +5,6 @@ import pytest
 
 from tests.loggers.clients import LEVELDB, Client
 
-SWANLAB = Client("SwanLabLogger", "swanlab", '"gpt", name="large", mode="offline", log_dir="runs"')
-SWANLAB.skip_unless_installed()
-pytestmark = [pytest.mark.swanlab, pytest.mark.ranks]
-
 READ = (
     LEVELDB
     + """
@@ -33,22 +29,25 @@ def read():
 """
 )
 
+SWANLAB = Client("SwanLabLogger", "swanlab", '"gpt", name="large", mode="offline", log_dir="runs"', READ, apart=True)
+SWANLAB.skip_unless_installed()
+pytestmark = pytest.mark.swanlab
+
 
 def test_a_run_offline(tmp_path: Path) -> None:
-    zero, one = SWANLAB.log_on_two_ranks(tmp_path)
-    version = zero[2]
-    assert zero == ["Run", "gpt", version]
-    assert one == ["NullExperiment", "gpt", None]
-    (first,), (again, second) = SWANLAB.continue_and_fail(tmp_path, version, READ)
+    said = SWANLAB.run(tmp_path)
+    assert said.kinds == ["Run"]
+    name, version = said.named
+    assert name == "gpt"
+    first, second = said.after
     assert first == {
         "id": version,
         "project": "gpt",
         "name": "large",
         "rows": [["loss", 3, 0.5], ["loss", 4, 0.25]],
         "config": {"optimizer": {"lr": 0.5}, "rank": 0},
-        "state": 1,
-        "error": "",
+        "state": 2,
+        "error": "the run failed",
     }
-    assert again == first
     assert (second["id"], second["rows"]) == (version, [["more-loss", 5, 0.125]])
-    assert (second["state"], second["error"]) == (2, "the run failed")
+    assert (second["state"], second["error"]) == (1, "")

@@ -117,6 +117,26 @@ def test_hyperparameters_with_their_results(tmp_path: Path) -> None:
     assert scalars(tmp_path / "v", "best") == [(0, 0.0), (9, 0.75)]
 
 
+@pytest.mark.parametrize(
+    ("settings", "metrics", "expected"),
+    [
+        ({}, (), {"hp_metric": -1.0}),
+        ({}, (0.5,), {"hp_metric": 0.5}),
+        ({"default_hp_metric": False}, (), {}),
+        ({"prefix": "train"}, ({"best": 0.5},), {"train-best": 0.5}),
+    ],
+)
+def test_what_stands_as_the_result_of_hyperparameters(
+    tmp_path: Path, settings: dict[str, Any], metrics: tuple[Any, ...], expected: dict[str, float]
+) -> None:
+    logger = TensorBoardLogger(tmp_path, name="", version="v", **settings)
+    logger.log_hyperparams({"lr": 0.5}, *metrics)
+    logger.finalize("success")
+    written = events(tmp_path / "v")
+    assert "_hparams_/session_start_info" in written.summary_metadata
+    assert {tag: written.Scalars(tag)[0].value for tag in written.Tags()["scalars"]} == expected
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_the_graph_is_that_of_the_users_module(tmp_path: Path, precision: str) -> None:
     logger = TensorBoardLogger(tmp_path, name="", version="v")

@@ -5,15 +5,6 @@ import pytest
 
 from tests.loggers.clients import Client
 
-TRACKIO = Client(
-    "TrackioLogger",
-    "trackio>=0.43",
-    '"gpt", auto_log_cpu=False, auto_log_gpu=False',
-    {"TRACKIO_DIR": "runs", "HF_HUB_OFFLINE": "1"},
-)
-TRACKIO.skip_unless_installed()
-pytestmark = [pytest.mark.trackio, pytest.mark.ranks]
-
 READ = """
 from trackio.sqlite_storage import SQLiteStorage
 
@@ -26,15 +17,24 @@ def read():
     return found
 """
 
+TRACKIO = Client(
+    "TrackioLogger",
+    "trackio>=0.43",
+    '"gpt", auto_log_cpu=False, auto_log_gpu=False',
+    READ,
+    {"TRACKIO_DIR": "runs", "HF_HUB_OFFLINE": "1"},
+)
+TRACKIO.skip_unless_installed()
+pytestmark = pytest.mark.trackio
+
 
 def test_a_local_run(tmp_path: Path) -> None:
-    zero, one = TRACKIO.log_on_two_ranks(tmp_path)
-    version = zero[2]
-    assert zero == ["Run", "gpt", version]
-    assert one == ["NullExperiment", "gpt", None]
-    before, after = TRACKIO.continue_and_fail(tmp_path, version, READ)
+    said = TRACKIO.run(tmp_path)
+    assert said.kinds == ["Run"]
+    name, version = said.named
+    assert name == "gpt"
     config = {"optimizer/lr": 0.5, "rank": 0}
     rows = [{"loss": 0.5, "step": 3}, {"loss": 0.25, "step": 4}]
-    assert before == [[version, config, rows]]
-    ((name, _, continued),) = after
-    assert (name, continued) == (version, [*rows, {"more-loss": 0.125, "step": 5}])
+    assert said.before == [[version, config, rows]]
+    ((again, _, continued),) = said.after
+    assert (again, continued) == (version, [*rows, {"more-loss": 0.125, "step": 5}])

@@ -5,15 +5,6 @@ import pytest
 
 from tests.loggers.clients import LEVELDB, Client
 
-WANDB = Client(
-    "WandbLogger",
-    "wandb",
-    'project="gpt", offline=True, name="large", tags=["a"]',
-    {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_DISABLE_GIT": "true"},
-)
-WANDB.skip_unless_installed()
-pytestmark = [pytest.mark.wandb, pytest.mark.ranks]
-
 READ = (
     LEVELDB
     + """
@@ -21,7 +12,7 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 def read():
     found = []
-    for path in sorted(Path("wandb").glob("offline-run-*/*.wandb")):
+    for path in sorted(Path().glob("**/offline-run-*/*.wandb"), key=lambda path: path.stat().st_mtime):
         run = {"rows": [], "config": {}}
         for record in records(path, Record.FromString):
             kind = record.WhichOneof("record_type")
@@ -42,13 +33,26 @@ def read():
 """
 )
 
+WANDB = Client(
+    "WandbLogger",
+    "wandb",
+    'project="gpt", offline=True, name="large", tags=["a"]',
+    READ,
+    {"WANDB_SILENT": "true", "WANDB_CONSOLE": "off", "WANDB_DISABLE_GIT": "true"},
+    devices=2,
+    apart=True,
+    again='dir="again"',  # folders are named after the second
+)
+WANDB.skip_unless_installed()
+pytestmark = [pytest.mark.wandb, pytest.mark.ranks]
+
 
 def test_a_run_offline(tmp_path: Path) -> None:
-    zero, one = WANDB.log_on_two_ranks(tmp_path)
-    version = zero[2]
-    assert zero == ["Run", "gpt", version]
-    assert one == ["NullExperiment", "gpt", None]
-    (first,), (again, second) = WANDB.continue_and_fail(tmp_path, version, READ)
+    said = WANDB.run(tmp_path)
+    assert said.kinds == ["Run", "NullExperiment"]
+    name, version = said.named
+    assert name == "gpt"
+    first, second = said.after
     assert first == {
         "id": version,
         "project": "gpt",
@@ -57,7 +61,6 @@ def test_a_run_offline(tmp_path: Path) -> None:
         "rows": [{"loss": 0.5, "step": 3}, {"loss": 0.25, "step": 4}],
         "config": {"optimizer": {"lr": 0.5}, "rank": 0},
         "x-axis": "step",
-        "code": 0,
+        "code": 1,
     }
-    assert again == first
-    assert (second["id"], second["rows"], second["code"]) == (version, [{"more-loss": 0.125, "step": 5}], 1)
+    assert (second["id"], second["rows"], second["code"]) == (version, [{"more-loss": 0.125, "step": 5}], 0)

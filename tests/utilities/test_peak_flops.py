@@ -4,7 +4,7 @@ import re
 import pytest
 import torch
 
-from fabric.utilities.peak_flops import get_available_flops, peak_of
+from fabric.utilities.peak_flops import columns_of, get_available_flops, peak_of
 
 
 @pytest.mark.parametrize(
@@ -39,10 +39,28 @@ def test_devices_are_known_by_the_name_that_the_driver_gives(name, column, teraf
         ("NVIDIA L400", "bf16"),
         ("Tesla V100-SXM2-16GB", "bf16"),  # has no such arithmetic
         ("AMD Instinct MI300X", "bf16"),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16"),  # a seventh of the device
     ],
 )
 def test_what_is_not_known_has_no_peak(name, column) -> None:
     assert peak_of(name, column) is None
+
+
+@pytest.mark.parametrize("allow", ["by-the-new-setting", "by-the-old-one"])
+def test_float32_products_count_as_tf32_where_they_may_run_so(allow) -> None:
+    before = torch.backends.cuda.matmul.fp32_precision
+    assert columns_of(torch.float32) == ("fp32",)
+    try:
+        if allow == "by-the-new-setting":
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision("high")
+        columns = columns_of(torch.float32)
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.cuda.matmul.fp32_precision = before
+    assert peak_of("NVIDIA A100-SXM4-80GB", *columns) == round(156e12)
+    assert peak_of("Tesla V100-SXM2-16GB", *columns) == round(15.7e12)  # has no tf32, so PyTorch computes in float32
 
 
 def test_an_unknown_arithmetic() -> None:
