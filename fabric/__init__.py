@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fabric scales a plain PyTorch loop without hiding it: `import fabric as L; fabric = L.Fabric(devices=2)`."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fabric.utilities.lazy import importing_on_use as _importing_on_use
 
 if TYPE_CHECKING:
     from fabric.fabric import Fabric
@@ -15,12 +17,7 @@ __all__ = ["Fabric", "__version__", "is_wrapped", "seed_everything"]
 _EXPORTS = {"Fabric": "fabric.fabric", "seed_everything": "fabric.utilities.seed", "is_wrapped": "fabric.wrappers"}
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module `fabric` has no attribute `{name}`")
-    from importlib import import_module
-
-    return getattr(import_module(_EXPORTS[name]), name)
+__getattr__ = _importing_on_use(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

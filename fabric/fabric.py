@@ -13,12 +13,11 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric import validation
+from fabric import debugging, validation
 from fabric.accelerators import Accelerator, take_inventory
 from fabric.callbacks import Callbacks
 from fabric.checkpoint import load_raw
 from fabric.data import Moving, Ranks, Reading, _FabricDataLoader, sampling_seed, shard_dataloader
-from fabric.debugging import Checks, DebugChecks
 from fabric.evaluation import Agreement
 from fabric.facade import Observe, Talk
 from fabric.loggers import Logger
@@ -443,9 +442,11 @@ def _no_module() -> None:
     """There is none, or there are several."""
 
 
-def _create_checks(plan: Plan) -> Checks:
+def _create_checks(plan: Plan) -> debugging.Checks:
     debug = plan.debug.value
-    return Checks() if debug is None else DebugChecks(plan.strategy.value, timeout=debug.timeout, every=debug.every)
+    if debug is None:
+        return debugging.Checks()
+    return debugging.DebugChecks(plan.strategy.value, timeout=debug.timeout, every=debug.every)
 
 
 def _as_list(value: Any) -> list[Any]:

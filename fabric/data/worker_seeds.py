@@ -91,7 +91,7 @@ class SeededHere(Iterator[Any]):
 
 
 @contextmanager
-def _generators_of_its_own(bits: np.random.MT19937) -> Generator[None]:
+def _generators_of_its_own(bits: "np.random.MT19937") -> Generator[None]:
     """Keep the process's random numbers as they are outside.
 
     NumPy's generator is exchanged, which takes a hundredth of the time that its state takes; a second normal number

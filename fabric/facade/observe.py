@@ -6,21 +6,13 @@ from typing import Any
 
 from torch.nn import Module
 
+from fabric import watching
 from fabric.callbacks import Callbacks
 from fabric.facade.identity import Identity
 from fabric.loggers import Logger
 from fabric.loggers.reduced import MetricsReduce, reduced
 from fabric.utilities.apply_func import convert_tensors_to_scalars
 from fabric.utilities.types import PathLike
-from fabric.watching import (
-    Profile,
-    ProgressBar,
-    Summary,
-    samples_of,
-    summarize,
-    validate_kind,
-    validated_schedule,
-)
 from fabric.wrappers import _unwrap_objects
 
 
@@ -81,7 +73,7 @@ class Observe(Identity):
         unit: str = "it",
         samples: int | None = None,
         display: str = "auto",
-    ) -> ProgressBar:
+    ) -> "watching.ProgressBar":
         """Go through `iterable` with a progress bar on rank 0's stderr; the other ranks just go through it.
 
         Args:
@@ -102,10 +94,10 @@ class Observe(Identity):
                 loss = train_step(batch)
                 bar.show(loss=loss)
         """
-        validate_kind(display)
+        watching.validate_kind(display)
         if samples is None:
-            samples = samples_of(iterable, self._strategy.distributed_sampler_kwargs["num_replicas"])
-        return ProgressBar(
+            samples = watching.samples_of(iterable, self._strategy.distributed_sampler_kwargs["num_replicas"])
+        return watching.ProgressBar(
             iterable,
             total=total,
             description=description,
@@ -126,7 +118,7 @@ class Observe(Identity):
         rows: int = 15,
         compress: bool = False,
         **options: Any,
-    ) -> Profile:
+    ) -> "watching.Profile":
         """Record the block with `torch.profiler` on every rank; enter and leave it on all of them.
 
         Each rank writes a Chrome trace, `rank0.json` and so on (`rank0-cycle1.json` for the second cycle). At the end
@@ -159,17 +151,19 @@ class Observe(Identity):
                     profile.step()
         """
         self._require_launch("profile")
-        return Profile(
+        return watching.Profile(
             directory,
             strategy=self._strategy,
             screen=self._screen,
-            schedule=validated_schedule(wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first),
+            schedule=watching.validated_schedule(
+                wait=wait, warmup=warmup, active=active, repeat=repeat, skip_first=skip_first
+            ),
             rows=rows,
             compress=compress,
             **options,
         )
 
-    def summary(self, model: Module, depth: int = 1, *, optimizer_values: int = 2) -> Summary:
+    def summary(self, model: Module, depth: int = 1, *, optimizer_values: int = 2) -> "watching.Summary":
         """What a model is made of, and the memory that training it takes on each device.
 
         Args:
@@ -185,4 +179,6 @@ class Observe(Identity):
 
             fabric.print(fabric.summary(model))
         """
-        return summarize(_unwrap_objects(model), depth=depth, ranks=self.world_size, optimizer_values=optimizer_values)
+        return watching.summarize(
+            _unwrap_objects(model), depth=depth, ranks=self.world_size, optimizer_values=optimizer_values
+        )

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ground floor: subjects that every layer above may use."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from fabric.utilities.lazy import importing_on_use as _importing_on_use
 
 if TYPE_CHECKING:
     from fabric.utilities.apply_func import convert_tensors_to_scalars, move_data_to_device
@@ -41,12 +43,7 @@ _EXPORTS = {
 }
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module `fabric.utilities` has no attribute `{name}`")
-    from importlib import import_module
-
-    return getattr(import_module(_EXPORTS[name]), name)
+__getattr__ = _importing_on_use(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

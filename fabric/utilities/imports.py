@@ -1,7 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optional dependencies: asked for where a feature is used, never at import."""
 
-from lightning_utilities.core.imports import RequirementCache
+
+def is_installed(requirement: str) -> bool:
+    """Whether a package is there, in the version that the requirement asks for, if it asks for one.
+
+    Example:
+        >>> is_installed("torch>=2"), is_installed("torch>=200")
+        (True, False)
+    """
+    from lightning_utilities.core.imports import RequirementCache  # compiles a grammar, which most programs never need
+
+    return bool(RequirementCache(requirement))
 
 
 def require_extra(feature: str, *, extra: str, requirement: str | None = None) -> None:
@@ -19,7 +29,7 @@ def require_extra(feature: str, *, extra: str, requirement: str | None = None) -
         >>> require_extra("load", extra="checkpoint", requirement="fsspec")
     """
     needed = requirement or extra
-    if not RequirementCache(needed):
+    if not is_installed(needed):
         raise ModuleNotFoundError(
             f"`{feature}` needs '{needed}'. Install it with: pip install 'fabric-runtime[{extra}]'"
         )

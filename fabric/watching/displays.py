@@ -8,10 +8,9 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_utilities.core.imports import RequirementCache
 from typing_extensions import override
 
-from fabric.utilities.imports import require_extra
+from fabric.utilities.imports import is_installed, require_extra
 
 KINDS = ("auto", "rich", "tqdm", "lines")
 
@@ -236,11 +235,11 @@ def validate_kind(kind: str) -> None:
 def _fitting() -> str:
     if sys.stderr is None or not sys.stderr.isatty():
         return "lines"
-    if RequirementCache("rich"):
+    if is_installed("rich"):
         from rich.console import Console
 
         return "lines" if Console(file=sys.stderr).is_dumb_terminal else "rich"
-    return "tqdm" if RequirementCache("tqdm") else "lines"
+    return "tqdm" if is_installed("tqdm") else "lines"
 
 
 def _fields(state: State) -> dict[str, Any]:
