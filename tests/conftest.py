@@ -23,6 +23,17 @@ KEPT_BY_PYTHON = ("multiprocessing.resource_tracker", "multiprocessing.forkserve
 SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
+# Their tests wait for whole jobs and share nothing. Those of any other file share what they have computed.
+TESTS_OF_THEIR_OWN = ("test_examples.py", "test_kill.py", "test_launch.py", "test_subprocess.py")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several pytest workers, let one take a file as a whole, but for the files of long tests."""
+    for item in items:
+        if item.path.name not in TESTS_OF_THEIR_OWN:
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 @pytest.fixture(autouse=True)
 def _working_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Run in an empty directory that must stay empty. A test that writes relative paths changes to `tmp_path` first."""
