@@ -4,13 +4,12 @@
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Inventory:
+class Inventory(NamedTuple):
     """The facts about the machine that decide a plan. Tests write it by hand.
 
     Args:

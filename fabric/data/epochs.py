@@ -2,9 +2,8 @@
 """Where a loader stands: epochs that advance by themselves, and resuming in the middle of one."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -17,8 +16,7 @@ from fabric.data.source import Reading, Source, Stated
 Move = Callable[[Any], Any]
 
 
-@dataclass(frozen=True)
-class Moving:
+class Moving(NamedTuple):
     """How batches get to the device.
 
     Args:
@@ -29,7 +27,7 @@ class Moving:
 
     move: Move | None = None
     prefetch: int = 0
-    device: torch.device = torch.device("cpu")  # noqa: RUF009 (it can't be changed)
+    device: torch.device = torch.device("cpu")
 
 
 class Epochs:

@@ -3,10 +3,9 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,8 +17,7 @@ from fabric.utilities.seed import IsolatedRandom, derive_seed, seed_batch
 _OWN = "_fabric_"
 
 
-@dataclass(frozen=True)
-class Cut:
+class Cut(NamedTuple):
     """Which samples of a data set are this rank's.
 
     Args:
@@ -45,8 +43,7 @@ class Cut:
     batch: int
 
 
-@dataclass(frozen=True)
-class Resume:
+class Resume(NamedTuple):
     """Where to go on.
 
     Args:
@@ -55,7 +52,7 @@ class Resume:
         ended: The epoch of the states is over.
     """
 
-    states: Mapping[int, Any] = field(default_factory=dict)
+    states: Mapping[int, Any]
     following: int = 0
     ended: bool = False
 
@@ -106,7 +103,7 @@ class Part(IterableDataset[Any]):
         return {"data": data, "read": self._fabric_read, "over": self._fabric_over}
 
     def __iter__(self) -> Iterator[Any]:
-        resume, self._fabric_resume = self._fabric_resume or Resume(), None
+        resume, self._fabric_resume = self._fabric_resume or Resume({}), None
         info = get_worker_info()
         worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
         cut = self._fabric_cut

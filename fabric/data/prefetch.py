@@ -3,8 +3,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -40,8 +39,7 @@ class _Mover(Protocol):
         """The moved batch, ready for use."""
 
 
-@dataclass(frozen=True)
-class _InPlace:
+class _InPlace(NamedTuple):
     """Moves a batch when it is fetched."""
 
     move: Callable[[Any], Any]
@@ -53,8 +51,7 @@ class _InPlace:
         return started
 
 
-@dataclass(frozen=True)
-class _Failure:
+class _Failure(NamedTuple):
     """Stands in the queue where the batch would."""
 
     error: Exception

@@ -4,9 +4,8 @@
 import sys
 from collections.abc import Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
@@ -20,8 +19,7 @@ from fabric.utilities.seed import workers_are_seeded
 _ENTRY = "_fabric_sharding"
 
 
-@dataclass(frozen=True)
-class Sharding:
+class Sharding(NamedTuple):
     """What was replaced in the copy of a loader.
 
     Args:
@@ -110,8 +108,7 @@ def is_plain(batch_sampler: Any) -> bool:
     return kind is BatchSampler or (torchdata is not None and kind is torchdata.BatchSampler)
 
 
-@dataclass(frozen=True)
-class _Dealer:
+class _Dealer(NamedTuple):
     kind: type[DistributedSamplerWrapper]
     num_replicas: int
     rank: int

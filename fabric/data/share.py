@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What one rank's batch is of the global one."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """How one rank's batch belongs to the global batch, which all data-parallel ranks see together.
 
     Args:
@@ -23,8 +22,7 @@ class Share:
     interleaved: bool
 
 
-@dataclass(frozen=True)
-class Dealt:
+class Dealt(NamedTuple):
     """How the items of an order are dealt over the ranks: rank `r` of `n` takes `order[r::n]`, padded at the end.
 
     Args:

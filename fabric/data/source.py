@@ -3,7 +3,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import Any, Literal, NamedTuple
 
@@ -20,8 +19,7 @@ def _alone(state: Any) -> list[Any]:
     return [state]
 
 
-@dataclass(frozen=True)
-class Ranks:
+class Ranks(NamedTuple):
     """The ranks that read the data, and how they talk about it.
 
     Args:
@@ -37,8 +35,7 @@ class Ranks:
     gather: Callable[[Any], list[Any]] = _alone
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """How the user wants a loader to be read.
 
     Args:
@@ -49,7 +46,7 @@ class Reading:
         seed: Equal on all ranks.
     """
 
-    ranks: Ranks = field(default_factory=Ranks)
+    ranks: Ranks = Ranks()
     shard: bool = True
     uneven: Literal["pad", "stop"] = "pad"
     replay: bool = False

@@ -3,9 +3,8 @@
 
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from types import CodeType, FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
@@ -19,8 +18,7 @@ _WORKER_STAGES = frozenset({"split_by_worker"})
 _DEPTH = 4  # so many functions and objects deep the search goes
 
 
-@dataclass(frozen=True)
-class Splitting:
+class Splitting(NamedTuple):
     """What a data set does by itself.
 
     Args:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from fabric import validation
-from fabric.evaluation import Accumulation, Agreement, gather_for_metrics, weighted_mean
+from fabric import evaluation, validation
+from fabric.evaluation import Agreement
 from fabric.facade.identity import Identity
 from fabric.strategies.reduction import ReduceOp
 from fabric.strategies.turns import first_ranks_first
@@ -104,7 +104,7 @@ class Talk(Identity):
                 right += (predictions == labels).sum()
         """
         self._require_launch("gather_for_metrics", in_order=in_order, pad_value=pad_value)
-        return gather_for_metrics(data, loader, self._strategy, in_order=in_order, pad_value=pad_value)
+        return evaluation.gather_for_metrics(data, loader, self._strategy, in_order=in_order, pad_value=pad_value)
 
     def weighted_mean(self, total: Tensor | float, count: Tensor | float) -> Tensor:
         """The sum of all ranks' totals divided by the sum of their counts, such as a loss per token.
@@ -122,7 +122,7 @@ class Talk(Identity):
             1.5
         """
         self._require_launch("weighted_mean")
-        return weighted_mean(total, count, self._strategy)
+        return evaluation.weighted_mean(total, count, self._strategy)
 
     def any_rank(self, flag: bool | Tensor, wait: bool = True) -> bool:
         """Whether any rank says True. Call it on every rank, in the same order as the other collectives.
@@ -182,7 +182,7 @@ class Talk(Identity):
 
     def accumulate(
         self, loader: Any, steps: int, count: Callable[[Any], Any] | Literal["samples"] | None = None
-    ) -> Accumulation:
+    ) -> "evaluation.Accumulation":
         """The loader's batches in windows of `steps`, for accumulating gradients; the last window may be shorter.
 
         A window is a sequence of batches that knows how many there are, which one is the last (`is_last`), and what
@@ -212,7 +212,7 @@ class Talk(Identity):
                 optimizer.zero_grad()
         """
         self._require_launch("accumulate", steps=steps)
-        return Accumulation(loader, steps, count, self._strategy, partial(self._checks.call, "accumulate"))
+        return evaluation.Accumulation(loader, steps, count, self._strategy, partial(self._checks.call, "accumulate"))
 
     def _on_tensors(self, data: Any, function: Callable[[Tensor], Tensor]) -> Any:
         def apply(value: Tensor | float) -> Tensor:

@@ -3,7 +3,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from fabric.accelerators import Accelerator
 from fabric.strategies import Strategy
@@ -11,8 +11,7 @@ from fabric.strategies import Strategy
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Arguments:
+class Arguments(NamedTuple):
     """The arguments of `Fabric(...)`, with its defaults. "auto" and None count as not said."""
 
     accelerator: str | Accelerator | None = "auto"

@@ -2,8 +2,7 @@
 """How many processes on how many machines, on which devices."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fabric.accelerators import Accelerator, Inventory
 from fabric.plan.arguments import Arguments, Said, find_said, parse_num_nodes
@@ -14,8 +13,7 @@ from fabric.strategies import Strategy
 from fabric.utilities.device_parser import DeviceSpec, parse_devices
 
 
-@dataclass(frozen=True)
-class Layout:
+class Layout(NamedTuple):
     """The shape of the job, as this machine sees it."""
 
     devices: Choice[tuple[int, ...]]
@@ -23,8 +21,7 @@ class Layout:
     environment: ClusterEnvironment
 
 
-@dataclass(frozen=True)
-class _Known:
+class _Known(NamedTuple):
     """What is known before the shape is decided: what the user said, what the cluster says, what the machine has."""
 
     devices: Said[tuple[int, ...]] | None

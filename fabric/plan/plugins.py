@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sorting `plugins=` by what each of them is."""
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from fabric.plan.arguments import describe
 from fabric.plugins.environments import ClusterEnvironment
@@ -10,8 +9,7 @@ from fabric.plugins.io import CheckpointIO
 from fabric.plugins.precision import Precision
 
 
-@dataclass(frozen=True)
-class Plugins:
+class Plugins(NamedTuple):
     """The user's plugins, at most one of each kind."""
 
     environment: ClusterEnvironment | None = None

@@ -4,8 +4,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from fabric.processes.hydra import hydra_arguments
 
@@ -29,16 +28,14 @@ _START_DIRECTORY = _current_directory()
 _START_SCRIPT = sys.argv[0] if getattr(sys, "argv", None) else ""
 
 
-@dataclass(frozen=True)
-class Command:
+class Command(NamedTuple):
     """A program to start: its words, and the directory to start it in."""
 
     words: tuple[str, ...]
     directory: str
 
 
-@dataclass(frozen=True)
-class Program:
+class Program(NamedTuple):
     """What Python tells about the running program.
 
     Args:
@@ -72,8 +69,7 @@ class Program:
         )
 
 
-@dataclass(frozen=True)
-class _Split:
+class _Split(NamedTuple):
     """A Python command: the interpreter's flags, what it runs ("file", "module" or other), its name, and the rest."""
 
     flags: tuple[str, ...]

@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from fabric.processes.record import Record, host_name
 
 # What PyTorch's backends, and debug mode, say where another process went away.
-_LOST_PEER = re.compile(
+_LOST_PEER = (
     r"connection|closed by peer|reset by peer|broken pipe|socket|remote (process|worker|peer)|time[d ]*out|unreachable"
-    r"|failed to recv|ncclRemoteError|rank 0 is gone|rank \d+ will not come",
-    re.IGNORECASE,
+    r"|failed to recv|ncclRemoteError|rank 0 is gone|rank \d+ will not come"
 )
 
 
@@ -49,4 +48,4 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 def _says_lost_peer(error: BaseException) -> bool:
     if isinstance(error, (ConnectionError, EOFError, TimeoutError)):
         return True
-    return isinstance(error, RuntimeError) and _LOST_PEER.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and re.search(_LOST_PEER, str(error), re.IGNORECASE) is not None

@@ -6,7 +6,7 @@ import os
 import select
 import time
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fabric.processes.verdict import Ended, Failure
 
@@ -17,38 +17,32 @@ RECORDED = 255
 IN_DEBUGGER = 254
 
 
-@dataclass(frozen=True)
-class Signalled:
+class Signalled(NamedTuple):
     """This process got a signal."""
 
     signum: int
 
 
-@dataclass(frozen=True)
-class Reported:
+class Reported(NamedTuple):
     """A rank says that it got a signal, that this signal is for its debugger, or that it has left a record."""
 
     what: int
 
 
-@dataclass(frozen=True)
 class Closing:
     """The script in this process came to its end."""
 
 
-@dataclass(frozen=True)
 class Gone:
     """The process that started this one is gone."""
 
 
-@dataclass(frozen=True)
-class Remote:
+class Remote(NamedTuple):
     """A rank on another machine failed."""
 
     failure: Failure
 
 
-@dataclass(frozen=True)
 class Elsewhere:
     """All other machines have come to their end as well."""
 

@@ -159,7 +159,7 @@ class Rank:
         frame = sys._current_frames().get(threading.main_thread().ident or 0)
         record = record_of(KeyboardInterrupt(), rank=self._token.rank, signal=signal.SIGINT)
         stack = "".join(tracebacks.format_stack(frame)) if frame is not None else ""
-        self._tell_record(Record(**{**record.__dict__, "traceback": f"{stack}{record.summary}\n"}))
+        self._tell_record(record._replace(traceback=f"{stack}{record.summary}\n"))
         os._exit(128 + signal.SIGINT)
 
     def _end_without_launcher(self) -> None:

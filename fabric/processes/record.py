@@ -5,11 +5,10 @@ import contextlib
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """The failure of one rank, as the rank saw it.
 
     Args:
@@ -58,7 +57,7 @@ class Records:
         path = os.path.join(self.directory, f"{record.rank}.json")
         try:
             with open(f"{path}.new", "w", encoding="utf-8", errors="backslashreplace") as file:
-                json.dump(asdict(record), file)
+                json.dump(record._asdict(), file)
             os.replace(f"{path}.new", path)
         except OSError:
             pass

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fabric.processes.child import Child
 from fabric.processes.command import Command
@@ -16,8 +16,7 @@ from fabric.processes.record import Records
 from fabric.processes.token import LaunchToken
 
 
-@dataclass(frozen=True)
-class Job:
+class Job(NamedTuple):
     """What the ranks of one machine have in common; see `LaunchToken`."""
 
     launcher: str

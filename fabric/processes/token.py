@@ -3,13 +3,12 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 VARIABLE = "FABRIC_LAUNCH"
 
 
-@dataclass(frozen=True)
-class LaunchToken:
+class LaunchToken(NamedTuple):
     """The place of one rank in the job, handed from the process that starts it.
 
     Args:
@@ -46,7 +45,7 @@ class LaunchToken:
 
     def to_environ(self) -> dict[str, str]:
         """The one variable that carries the token to a child."""
-        return {VARIABLE: json.dumps(asdict(self))}
+        return {VARIABLE: json.dumps(self._asdict())}
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str], *, parent_pid: int) -> "LaunchToken | None":

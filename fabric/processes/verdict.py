@@ -3,7 +3,7 @@
 
 import signal
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from fabric.processes.record import Record, host_name
 
@@ -13,8 +13,7 @@ SETTLE = 1.0
 LEAVING = 5.0
 
 
-@dataclass(frozen=True)
-class Ended:
+class Ended(NamedTuple):
     """A rank's process that has ended.
 
     Args:
@@ -30,8 +29,7 @@ class Ended:
     at: float
 
 
-@dataclass(frozen=True)
-class Failure:
+class Failure(NamedTuple):
     """The first failure of a job.
 
     Args:
@@ -59,8 +57,7 @@ class Failure:
         return (trace if self.traceback else "") + f"\nfabric: {who} failed first: {self.how}. All ranks have ended.\n"
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(NamedTuple):
     """All that is known when someone asks who failed.
 
     Args:
@@ -142,7 +139,7 @@ def _left_early(record: Record, sight: Sight) -> Failure | None:
     rank, (_, pid) = min(early.items(), key=lambda item: item[1])
     how = f"its script ended while rank {record.rank} still communicated with it"
     victim = f"rank {record.rank} on host `{record.host}` (pid {record.pid}), which rank {rank} left behind"
-    return replace(_of_record(record, sight.ended), rank=rank, pid=pid, how=how, traceback_of=victim)
+    return _of_record(record, sight.ended)._replace(rank=rank, pid=pid, how=how, traceback_of=victim)
 
 
 def _shell_code(code: int) -> int:

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tests of the plan share: machines and clusters written by hand."""
 
-import json
 import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from types import MappingProxyType
 from typing import Any
 
@@ -52,7 +50,7 @@ def launched(**changes: Any) -> dict[str, str]:
         "death_fd": None,
         "records": "",
     }
-    return {"FABRIC_LAUNCH": json.dumps(asdict(LaunchToken(**{**facts, **changes})))}
+    return LaunchToken(**{**facts, **changes}).to_environ()
 
 
 CHILD = Inventory(cpu_cores=8, pid=10, parent_pid=9)

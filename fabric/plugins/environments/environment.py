@@ -3,24 +3,21 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]  # public, but not in its __all__
 from typing_extensions import Self
 
 
-@dataclass(frozen=True)
-class Fact:
+class Fact(NamedTuple):
     """A number that the cluster gives, and where it stands: `Fact(8, "WORLD_SIZE=8 (torchrun)")`."""
 
     value: int
     source: str
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What a cluster says about the size of the job; None where it says nothing and the plan decides."""
 
     world_size: Fact | None = None

@@ -5,14 +5,12 @@ import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 
-@dataclass(frozen=True)
-class Refused:
+class Refused(NamedTuple):
     """An object that safe loading refuses.
 
     Args:

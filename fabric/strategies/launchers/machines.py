@@ -4,7 +4,6 @@
 import json
 import threading
 import time
-from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -138,7 +137,7 @@ def announce_lost_machine(token: LaunchToken) -> None:
 
 
 def _announce(store: Any, failure: Failure, num_nodes: int) -> Failure:
-    own = json.dumps(asdict(failure))
+    own = json.dumps(failure._asdict())
     content = store.compare_set(_FIRST, "", own)
     for node_rank in range(num_nodes):
         store.set(_end_key(node_rank), content)

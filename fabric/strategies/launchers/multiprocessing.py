@@ -9,9 +9,8 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from typing_extensions import override
@@ -150,8 +149,7 @@ class MultiprocessingLauncher(Launcher):
             )
 
 
-@dataclass(frozen=True)
-class _Work:
+class _Work(NamedTuple):
     """What every rank calls."""
 
     enter: Callable[..., Any]
@@ -160,8 +158,7 @@ class _Work:
     seeding: dict[str, Any] | None
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """A rank's token, and its descriptors in the form in which multiprocessing hands them over."""
 
     token: LaunchToken
@@ -195,8 +192,7 @@ class _Place:
         """In the rank: the token, with the numbers that the descriptors have here."""
         for descriptor in self.foreign if forked else ():
             os.close(descriptor)
-        return replace(
-            self.token,
+        return self.token._replace(
             death_fd=os.dup(self.death.fileno()),
             control_fd=os.dup(self.control.fileno()),
             port_fd=os.dup(self.port.fileno()) if self.port is not None else None,
@@ -235,7 +231,7 @@ def _run_rank(start_method: str, place: _Place, work: _Work, threads: int | None
     place.close()
     # As in a rank that is a program of its own, so that a second `Fabric` here finds its place. A fork server's ranks
     # are not the launcher's own children.
-    os.environ.update(replace(token, launcher_pid=os.getppid()).to_environ())
+    os.environ.update(token._replace(launcher_pid=os.getppid()).to_environ())
     rank = StartedRank.begin(token)
     try:
         result = work.enter(LaunchedEnvironment(token), *work.args, **work.kwargs)
