@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a file back into the user's objects."""
 
-import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fabric.checkpoint.access import Attempts, StateAccess
-from fabric.checkpoint.matching import Matching
+from fabric.checkpoint.access import Attempts, StateAccess, add_note
+from fabric.checkpoint.checksum import validate_sums
+from fabric.checkpoint.locks import keeping
+from fabric.checkpoint.matching import Action, Matching
+from fabric.checkpoint.naming import names_in, parts_in
+from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.sources import Source, open_source
 from fabric.checkpoint.tree import is_stateful
+from fabric.checkpoint.weights_source import for_module_in
 from fabric.plugins.io import CheckpointIO
+from fabric.utilities.parameter_names import plain_name
 from fabric.utilities.types import PathLike
 
 
@@ -24,7 +30,7 @@ def load(
     strict: bool = True,
     weights_only: bool = True,
 ) -> dict[str, Any]:
-    """Restore `state` from a file. Call it on every rank; an error anywhere is raised everywhere.
+    """Restore `state` from a file or folder. Call it on every rank; an error anywhere is raised everywhere.
 
     Modules, optimizers and other objects with `load_state_dict` are restored in place, in nested dictionaries and lists
     too; dictionaries and lists of plain values are updated in place; other plain values are replaced. Nothing is
@@ -39,7 +45,8 @@ def load(
         weights_only: Whether to refuse pickled objects.
 
     Returns:
-        What the file holds and `state` did not ask for.
+        What the file holds and `state` did not ask for. Of a folder these tensors are not read: they are on the device
+        `meta`, with their shapes and dtypes; without a `state` everything is read.
 
     Raises:
         RuntimeError: If the file does not match `state`; the message lists all differences.
@@ -50,16 +57,24 @@ def load(
     if isinstance(state, Module | Optimizer):
         load_raw(path, state, access=access, io=io, strict=strict, weights_only=weights_only)
         return {}
+    access.saves.settle(access)
     path = access.broadcast(path)
     attempts = Attempts()
-    matching = Matching(access, strict=strict)
+    elsewhere = _names_of_all_ranks(state, attempts, access)
     remainder: dict[str, Any] = {}
-    with attempts:
-        content = _read_dict(path, io, weights_only)
-        remainder = matching.match_dict({} if state is None else _validate_state(state), content, "state")
-        matching.raise_differences(path)
-    attempts.agree(access)
-    _restore(matching, attempts, access)
+    actions: list[Action] = []
+    with keeping(path, access.is_global_zero):
+        with attempts:
+            source = _open(path, state, access, io, weights_only)
+            matching = Matching(source, state, access, strict=strict, elsewhere=elsewhere)
+            content = for_module_in(source.content, state) if source.is_weights else source.content
+            remainder = matching.match_dict({} if state is None else _validate_state(state), content, "state")
+            matching.raise_differences(path)
+            actions = matching.actions
+            if state is None:
+                remainder = source.fetch(remainder)
+        attempts.agree(access)
+        _restore(actions, attempts, access)
     return remainder
 
 
@@ -85,29 +100,66 @@ def load_raw(
     Raises:
         RuntimeError: If the file does not match; the message lists all differences.
     """
+    access.saves.settle(access)
     path = access.broadcast(path)
     attempts = Attempts()
-    matching = Matching(access, strict=strict)
+    elsewhere = _names_of_all_ranks(obj, attempts, access)
+    actions: list[Action] = []
+    with keeping(path, access.is_global_zero):
+        with attempts:
+            if not is_stateful(obj):
+                raise TypeError(
+                    f"`fabric.load_raw(path, obj)` takes a module or an optimizer, but got `{type(obj).__name__}`."
+                    " For a dictionary of several objects call `fabric.load(path, state)`."
+                )
+            source = _open(path, obj, access, io, weights_only)
+            matching = Matching(source, obj, access, strict=strict, elsewhere=elsewhere)
+            matching.match_stateful(obj, _state_of_one(obj, source), "obj")
+            matching.raise_differences(path)
+            actions = matching.actions
+        attempts.agree(access)
+        _restore(actions, attempts, access)
+
+
+def _open(path: PathLike, state: Any, access: StateAccess, io: CheckpointIO, weights_only: bool) -> Source:
+    """A file is read in parts where this rank needs only a part."""
+    parts = [part for _, part in parts_in(state)]
+    tensors = (t for part in parts for t in (part.parameters() if isinstance(part, Module) else _parameters(part)))
+    mapped = access.state_is_distributed or any(map(is_sharded, tensors))
+    shares = access.world_size if mapped else 1  # each rank reads a part only, and checks a part only
+    validate_sums(path, io, weights_only, access.global_rank % shares, shares)
+    return open_source(path, io, weights_only=weights_only, mapped=mapped)
+
+
+def _parameters(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _state_of_one(obj: Any, source: Source) -> Any:
+    """A checkpoint of several objects holds one for a module if the names of exactly one are the module's own."""
+    if not isinstance(obj, Module):
+        return source.content
+    names = set(map(plain_name, obj.state_dict()))
+    found = [value for value in source.content.values() if isinstance(value, Mapping) and value.keys() == names]
+    return found[0] if len(found) == 1 else source.content
+
+
+def _names_of_all_ranks(state: Any, attempts: Attempts, access: StateAccess) -> dict[int, frozenset[str]]:
+    """Where ranks hold different parameters: the names that each module and optimizer has on all of them."""
+    if not access.state_is_distributed:
+        return {}
+    parts = [part for _, part in parts_in(state)]
+    own: list[list[str]] = []
     with attempts:
-        if not is_stateful(obj):
-            raise TypeError(
-                f"`fabric.load_raw(path, obj)` takes a module or an optimizer, but got `{type(obj).__name__}`."
-                " For a dictionary of several objects call `fabric.load(path, state)`."
-            )
-        matching.match_stateful(obj, _read_dict(path, io, weights_only), "obj")
-        matching.raise_differences(path)
-    attempts.agree(access)
-    _restore(matching, attempts, access)
+        own = [_names(part, state, access) for part in parts]
+    of_ranks = [names or [] for names in attempts.agree(access, own)]
+    return {id(part): frozenset().union(*names) for part, names in zip(parts, zip(*of_ranks, strict=True), strict=True)}
 
 
-def _read_dict(path: PathLike, io: CheckpointIO, weights_only: bool) -> dict[str, Any]:
-    content = io.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
-    if not isinstance(content, dict):
-        raise ValueError(
-            f"`{os.fspath(path)}` holds a `{type(content).__name__}` and not a dictionary, so it is no checkpoint."
-            " Read it with `torch.load`."
-        )
-    return content
+def _names(part: Module | Optimizer, state: Any, access: StateAccess) -> list[str]:
+    if isinstance(part, Module):
+        return list(access.get_module_state_dict(part))
+    return [name for group in names_in(state, part, access) or () for name in group]
 
 
 def _validate_state(state: Any) -> MutableMapping[Any, Any]:
@@ -119,8 +171,24 @@ def _validate_state(state: Any) -> MutableMapping[Any, Any]:
     return state
 
 
-def _restore(matching: Matching, attempts: Attempts, access: StateAccess) -> None:
-    for action in matching.actions:
+def _restore(actions: Sequence[Action], attempts: Attempts, access: StateAccess) -> None:
+    """All of them, whatever happens, since other ranks may wait there; an error says what it left behind."""
+    done = set()
+    for where, action in actions:
         with attempts:
             action()
+            done.add(where)
+    failed = {where for where, _ in actions} - done
+    everywhere = set().union(*access.gather_objects(failed))
+    if attempts.error is not None:
+        whole = [where for where, _ in actions if where not in everywhere]
+        add_note(attempts.error, _remains(whole, [where for where, _ in actions if where in everywhere]))
     attempts.agree(access)
+
+
+def _remains(whole: Sequence[str], parts: Sequence[str]) -> str:
+    restored = f"Restored from it: {', '.join(dict.fromkeys(whole)) or 'nothing'}."
+    return (
+        f"{restored} Not, or only in part: {', '.join(dict.fromkeys(parts))}. Load a whole checkpoint into these"
+        " objects before you go on."
+    )

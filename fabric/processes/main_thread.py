@@ -14,6 +14,8 @@ from typing import Any, Literal
 # Nobody else uses it, and a process without our handler ignores it.
 _WAKE = getattr(signal, "SIGURG", 0)
 ASKING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+# With this one schedulers announce that a job's time is up soon.
+NOTICES = tuple(getattr(signal, name) for name in ("SIGUSR1",) if hasattr(signal, name))
 
 # Seconds between a signal and what it does, at most, where nothing holds it up.
 _CLOSE = 0.5
@@ -50,8 +52,9 @@ class MainThread:
         writer: Write end of the pipe, which does not block.
         ending: What signals that ask a process to end do here. "unwind": SIGTERM and SIGHUP, where the user has no
             handler for them, raise `SystemExit` in the main thread, so that `finally` and `atexit` run. "only_tell":
-            they and SIGINT are only written to the pipe. "default": what they do anyway. Unless it is only told, SIGINT
-            still raises `KeyboardInterrupt`; the handler also notes that it was called.
+            they, SIGINT, and SIGUSR1 where it has no handler, are only written to the pipe. "default": what they do
+            anyway. Unless it is only told, SIGINT still raises `KeyboardInterrupt`; the handler also notes that it was
+            called.
     """
 
     def __init__(self, writer: int, *, ending: Literal["unwind", "only_tell", "default"]) -> None:
@@ -80,6 +83,9 @@ class MainThread:
                 self._handle(signum, self._on_end)
             elif self._ending == "only_tell" and before not in (signal.SIG_IGN, None):
                 self._handle(signum, self._on_told)
+        for signum in NOTICES:
+            if self._ending == "only_tell" and signal.getsignal(signum) is signal.SIG_DFL:
+                self._handle(signum, self._on_told)
         self.installed = True
 
     def uninstall(self) -> None:
@@ -93,6 +99,10 @@ class MainThread:
         for signum, (ours, before) in self._handlers.items():
             if signal.getsignal(signum) == ours:
                 signal.signal(signum, before)
+
+    def former(self, signum: int) -> Any:
+        """What handled a signal before this took it."""
+        return self._handlers[signum][1]
 
     def raise_error(self, error: BaseException) -> None:
         """Raise `error` in the main thread as soon as it runs Python code; see `_raise`. Waits as long as that does."""

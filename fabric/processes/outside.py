@@ -5,11 +5,11 @@ import os
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from fabric.processes.child import Child
 from fabric.processes.mailbox import IN_DEBUGGER, RECORDED, Mailbox
-from fabric.processes.main_thread import ASKING, MainThread
+from fabric.processes.main_thread import ASKING, NOTICES, MainThread
 from fabric.processes.record import Records
 from fabric.processes.supervisor import Supervisor
 from fabric.processes.verdict import Failure, person, signal_report
@@ -18,8 +18,7 @@ from fabric.processes.verdict import Failure, person, signal_report
 _ANSWER = 1.0
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a job ended.
 
     Args:
@@ -82,6 +81,9 @@ class OutsideSupervisor(Supervisor):
 
     def _on_signal(self, signum: int) -> None:
         self._main.forward(signum)
+        if signum in NOTICES:
+            for child in list(self.running.values()):
+                child.send(signum)
         if signum not in ASKING:
             return
         if signum == signal.SIGINT and self.asked:

@@ -41,15 +41,41 @@ def rebuilt(
     return result
 
 
-def under_own_names(state_dict: Mapping[str, Any], module: Module) -> Mapping[str, Any]:
+def under_own_names(
+    state_dict: Mapping[str, Any], module: Module, own: Mapping[str, Any] | None = None
+) -> Mapping[str, Any]:
     """A state dictionary under the module's own names, which wrappers such as `torch.compile` make longer.
 
     Entries that the module has not keep their names.
+
+    Args:
+        state_dict: Under plain or longer names.
+        module: The module.
+        own: Its own state dictionary, if the caller has it.
     """
-    expected = module.state_dict()
+    expected = module.state_dict() if own is None else own
     if state_dict.keys() == expected.keys():
         return state_dict
     actual = {plain_name(name): name for name in expected}
     modules = {plain_name(name): name for name, _ in module.named_modules()}
     entries = {actual.get(plain_name(key), key): value for key, value in state_dict.items()}
     return rebuilt(state_dict, entries, lambda name: modules.get(plain_name(name), name))
+
+
+def with_ties(state_dict: Mapping[str, Any], module: Module, own: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A state dictionary in which a parameter with several names is there under each, if it is under one.
+
+    Formats that hold no tensor twice keep one of the names.
+
+    Args:
+        state_dict: Under the names of `own`.
+        module: The module.
+        own: Its own state dictionary.
+    """
+    missing = own.keys() - state_dict.keys()
+    if not missing:
+        return state_dict
+    tensors = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+    present = {id(tensor): state_dict[name] for name, tensor in tensors if name in state_dict}
+    added = {name: present[id(tensor)] for name, tensor in tensors if name in missing and id(tensor) in present}
+    return rebuilt(state_dict, {**state_dict, **added}) if added else state_dict

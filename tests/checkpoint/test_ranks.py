@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving and loading through `Fabric` on several ranks: of one mind, whatever happens to one of them."""
 
+import errno
 import os
 import re
 from pathlib import Path
@@ -233,3 +234,42 @@ def test_each_rank_gets_its_own_random_numbers_back(tmp_path: Path) -> None:
     drawn = run_ranks(2, _random, str(tmp_path / "a.pt"), True)
     assert drawn[0] != drawn[1]
     assert run_ranks(2, _random, str(tmp_path / "a.pt"), False) == drawn
+
+
+class Unreadable(Fails):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.fails:
+            raise OSError(errno.EIO, "Input/output error", "a.pt")
+
+
+class OddlyUnreadable(Fails):
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        if self.fails:
+            raise OddError("odd", 1)
+
+
+def _load_in_part(context: RankContext, path: str, kind: str) -> Any:
+    fabric = context.fabric()
+    fails = {"Unreadable": Unreadable, "OddlyUnreadable": OddlyUnreadable}[kind](fabric.global_rank == 1)
+    state: dict[str, Any] = {"before": [torch.zeros(2)], "value": fails, "after": torch.zeros(2), "n": {"a": 0}}
+    try:
+        fabric.load(path, state)
+    except (OSError, RuntimeError) as error:
+        return type(error), str(error), error.__notes__, state["after"].tolist()
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("Unreadable", OSError, "[Errno 5] Input/output error: 'a.pt'"),
+        ("OddlyUnreadable", RuntimeError, "OddError: odd"),
+    ],
+)
+def test_an_error_while_restoring_says_what_was_restored(kind: str, error: type, text: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "a.pt")
+    torch.save({"before": [torch.ones(2)], "value": {}, "after": torch.ones(2), "n": {"a": 1}}, path)
+    note = (
+        'Restored from it: state["before"], state["after"], state["n"]["a"], state["n"]. Not, or only in part:'
+        ' state["value"]. Load a whole checkpoint into these objects before you go on.'
+    )
+    assert run_ranks(2, _load_in_part, path, kind) == [(error, text, [note], [1.0, 1.0])] * 2

@@ -33,6 +33,13 @@ class CheckpointIO(ABC):
             weights_only: Whether to refuse everything but tensors and plain values.
         """
 
+    def map_checkpoint(self, path: PathLike, weights_only: bool = True) -> Any:
+        """Read a checkpoint onto the CPU where each rank needs a part only; runs on every rank.
+
+        By default all of it is read. What can leave the tensors in the file until they are copied should.
+        """
+        return self.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
+
     @abstractmethod
     def remove_checkpoint(self, path: PathLike) -> None:
         """Remove a checkpoint; runs on rank 0 only."""

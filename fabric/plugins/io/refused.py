@@ -84,16 +84,25 @@ class _InertUnpickler(pickle.Unpickler):
             return OrderedDict
         return type(name, (_Inert,), {"origin": f"{module}.{name}"})
 
-    def persistent_load(self, pid: Any) -> None:
+    def persistent_load(self, pid: Any) -> Any:
         """The data of a tensor is of no interest."""
 
 
-def _load_inert(source: Any) -> Any:
+class _RecordUnpickler(_InertUnpickler):
+    """Shows also which memory a tensor is in."""
+
+    PREFIX = "the record "
+
+    def persistent_load(self, pid: Any) -> Any:
+        return type("_Record", (_Inert,), {"origin": f"{self.PREFIX}{pid[2]}"})()
+
+
+def _load_inert(source: Any, unpickler: type[_InertUnpickler] = _InertUnpickler) -> Any:
     rewind(source)
     with zipfile.ZipFile(source) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
         with archive.open(name) as file:
-            return _InertUnpickler(file).load()
+            return unpickler(file).load()
 
 
 def _walk(value: Any, key: str) -> Iterator[tuple[str, str]]:
@@ -116,3 +125,32 @@ def _items(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         yield from ((f"{key}[{index}]", item) for index, item in enumerate(value))
     elif isinstance(value, set):
         yield from ((key, item) for item in value)
+
+
+def key_of_record(source: Any, record: str) -> str | None:
+    """The key of a tensor in a `torch.save` file, such as `["model"]["weight"]`; None where it can't be found.
+
+    Args:
+        source: A binary file that can seek.
+        record: The name in the archive of the memory that the tensor is in, such as `archive/data/3`.
+    """
+    number = record.rpartition("/")[2]
+    try:
+        content = _load_inert(source, _RecordUnpickler)
+    except Exception:  # damaged in other ways too
+        return None
+    origin = f"{_RecordUnpickler.PREFIX}{number}"
+    return next((key for key, value in _leaves(content, "") if origin in _origins(value)), None)
+
+
+def _origins(value: Any) -> set[str]:
+    return {origin for _, origin in _walk(value, "")}
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """What is in nested containers, by key; a tensor is one thing."""
+    if isinstance(value, dict | list | tuple):
+        for inner_key, item in _items(value, key):
+            yield from _leaves(item, inner_key)
+    else:
+        yield key, value

@@ -3,6 +3,7 @@
 
 import os
 import pickle
+import zipfile
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class TorchCheckpointIO(CheckpointIO):
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PathLike, storage_options: Any = None) -> None:
         with replacing_file(path, storage_options or {}) as file:
-            _save(checkpoint, file)
+            write_archive(checkpoint, file)
 
     @override
     def load_checkpoint(self, path: PathLike, map_location: Any = None, weights_only: bool = True) -> Any:
@@ -44,6 +45,14 @@ class TorchCheckpointIO(CheckpointIO):
                 return _load(file, path, map_location, weights_only)
 
     @override
+    def map_checkpoint(self, path: PathLike, weights_only: bool = True) -> Any:
+        local = local_path(path)
+        if local is None or not os.path.isfile(local) or not zipfile.is_zipfile(local):  # of before PyTorch 1.6
+            return self.load_checkpoint(path, map_location="cpu", weights_only=weights_only)
+        with os_errors_name(path):
+            return _load(local, path, "cpu", weights_only, mmap=True)
+
+    @override
     def remove_checkpoint(self, path: PathLike) -> None:
         with os_errors_name(path):
             local = local_path(path)
@@ -54,7 +63,8 @@ class TorchCheckpointIO(CheckpointIO):
             filesystem.rm(inner)
 
 
-def _save(checkpoint: dict[str, Any], file: Any) -> None:
+def write_archive(checkpoint: Any, file: Any) -> None:
+    """`torch.save` into an open file, with the error itself where writing fails."""
     try:
         torch.save(checkpoint, file)
     except RuntimeError as error:
@@ -64,9 +74,9 @@ def _save(checkpoint: dict[str, Any], file: Any) -> None:
         raise
 
 
-def _load(source: Any, path: PathLike, map_location: Any, weights_only: bool) -> Any:
+def _load(source: Any, path: PathLike, map_location: Any, weights_only: bool, mmap: bool = False) -> Any:
     try:
-        return torch.load(source, map_location=map_location, weights_only=weights_only)
+        return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mmap)
     except OSError:
         raise
     except Exception as error:

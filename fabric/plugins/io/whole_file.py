@@ -87,7 +87,7 @@ def _replacing_local(target: str) -> Iterator[IO[bytes]]:
         with suppress(OSError):
             os.remove(temporary)
         raise
-    _sync_directory(directory)
+    sync_directory(directory)
 
 
 def _lock(descriptor: int) -> bool:
@@ -111,7 +111,7 @@ def _remove_stale(directory: str, prefix: str) -> None:
                     os.remove(path)
 
 
-def _sync_directory(directory: str) -> None:
+def sync_directory(directory: str) -> None:
     """Make the rename itself survive a power cut."""
     with suppress(OSError):  # some systems can't open or sync a directory
         descriptor = os.open(directory, os.O_RDONLY)
