@@ -206,6 +206,15 @@ class ParallelStrategy(Strategy, ABC):
         return decided
 
     @property
+    @override
+    def checkpoint_group(self) -> dist.ProcessGroup | None:
+        return None if self.process_group_backend == "gloo" else self._cpu_group
+
+    @override
+    def create_cpu_group(self) -> dist.ProcessGroup | None:
+        return dist.new_group(backend="gloo", timeout=self.timeout) if self.world_size > 1 else None
+
+    @property
     def _cpu_group(self) -> dist.ProcessGroup:
         """All ranks, over gloo: its collectives neither occupy the device nor wait for the training's own."""
         group = None if self._decisions is None else self._decisions()

@@ -2,8 +2,9 @@
 """Following parameters that change identity between the user's optimizer and the set-up module."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.nn import Module
@@ -30,7 +31,17 @@ class ParameterMap:
         for name, old in before.items():
             new = after.get(name, old)
             if new is not old:
-                self._replaced[id(old)] = (weakref.ref(old), new)
+                self._replaced[id(old)] = (weakref.ref(old, self._forgetter(id(old))), new)
+
+    def _forgetter(self, key: int) -> Callable[[Any], None]:
+        """Lets go of a new parameter when nobody can ask for it any more, and so of the memory of its model."""
+        owner = weakref.ref(self)
+
+        def forget(_: Any) -> None:
+            if (parameters := owner()) is not None:
+                parameters._replaced.pop(key, None)
+
+        return forget
 
     def current(self, parameter: Tensor) -> Tensor:
         """The parameter that stands now where `parameter` stood; itself if it was not replaced."""
@@ -44,7 +55,8 @@ class ParameterMap:
         if not self._replaced:
             return
         for group in optimizer.param_groups:
-            group["params"] = [self.current(parameter) for parameter in group["params"]]
+            parameters = group["params"]
+            parameters[:] = map(self.current, list(parameters))  # the same list, since L-BFGS holds it too
         for parameter in list(optimizer.state):
             new = self.current(parameter)
             if new is not parameter:

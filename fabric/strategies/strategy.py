@@ -2,10 +2,10 @@
 """The base of every strategy: the place where parallelism lives."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,20 +13,21 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric.accelerators import Accelerator
-from fabric.checkpoint import load, save
-from fabric.plugins.environments import ClusterEnvironment
-from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
-from fabric.plugins.precision import Precision, create_precision
+from fabric.checkpoint import load, load_module, load_optimizer, own_names, save, with_names
+from fabric.checkpoint.background import BackgroundSaves, SaveHandle
+from fabric.strategies.bound import Bound
 from fabric.strategies.parameters import ParameterMap
 from fabric.strategies.reduction import ReduceOp
 from fabric.utilities.apply_func import move_data_to_device
 from fabric.utilities.init import skip_init_context
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 T = TypeVar("T")
 
 
-class Strategy(ABC):
+class Strategy(Bound, ABC):
     """How a loop runs on the devices: where things are placed, what is sent, and how a step is taken.
 
     A strategy is complete after its constructor and two calls that Fabric makes on every rank: `bind`, with what the
@@ -38,6 +39,10 @@ class Strategy(ABC):
         one_process_per_device: Whether each device has its own process.
         max_devices: The most devices per machine, or None.
         accelerators: Names of the accelerators that it runs on, or None for all.
+        shards_parameters: Whether a rank holds a part of the parameters only.
+        starts_on_meta: Whether `setup_module` gives values to parameters on the meta device.
+        state_dict_type: How `fabric.save` writes: `full`, one file, or `sharded`, a folder to which each rank writes.
+        state_is_distributed: Whether ranks hold different parameters, such as the stages of a pipeline.
     """
 
     start_method: str | None = None
@@ -45,120 +50,15 @@ class Strategy(ABC):
     one_process_per_device: bool = False
     max_devices: int | None = None
     accelerators: tuple[str, ...] | None = None
+    shards_parameters: bool = False
+    starts_on_meta: bool = False
+    state_dict_type: Literal["full", "sharded"] = "full"
+    state_is_distributed: bool = False
 
     def __init__(self) -> None:
+        super().__init__()
         self.parameters = ParameterMap()
-        self._accelerator: Accelerator | None = None
-        self._environment: ClusterEnvironment | None = None
-        self._devices: tuple[torch.device, ...] = ()
-        self._precision: Precision = Precision()
-        self._checkpoint_io: CheckpointIO = TorchCheckpointIO()
-
-    # who am I
-
-    def bind(
-        self,
-        *,
-        accelerator: Accelerator,
-        devices: Sequence[torch.device],
-        environment: ClusterEnvironment,
-        precision: Precision,
-        checkpoint_io: CheckpointIO | None = None,
-    ) -> None:
-        """Complete a strategy with what the plan decided; no process or device is touched.
-
-        Args:
-            accelerator: The kind of device.
-            devices: The devices of this machine, one for each local rank (or all of them for one process).
-            environment: Who this process is in the cluster.
-            precision: The precision that surrounds forward, backward and step.
-            checkpoint_io: Reads and writes single files; by default the strategy's own.
-        """
-        self._accelerator = accelerator
-        self._devices = tuple(devices)
-        self._environment = environment
-        self._precision = precision
-        self._checkpoint_io = checkpoint_io or self._checkpoint_io
-
-    @property
-    def accelerator(self) -> Accelerator:
-        """The kind of device that this strategy runs on."""
-        if self._accelerator is None:
-            raise self._unbound()
-        return self._accelerator
-
-    @property
-    def environment(self) -> ClusterEnvironment:
-        """Who this process is in the cluster."""
-        if self._environment is None:
-            raise self._unbound()
-        return self._environment
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """The devices of this machine."""
-        if not self._devices:
-            raise self._unbound()
-        return self._devices
-
-    def _unbound(self) -> RuntimeError:
-        name = type(self).__name__
-        return RuntimeError(
-            f"This `{name}` does not know its devices yet. Pass it to `Fabric(strategy={name}(...))` before you use it."
-        )
-
-    @property
-    def precision(self) -> Precision:
-        """The precision that surrounds forward, backward and step."""
-        return self._precision
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """Reads and writes the single-file checkpoints."""
-        return self._checkpoint_io
-
-    @property
-    @abstractmethod
-    def root_device(self) -> torch.device:
-        """The device of this rank."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of processes of the job."""
-        return 1
-
-    @property
-    def global_rank(self) -> int:
-        """Rank of this process in the job."""
-        return 0
-
-    @property
-    def local_rank(self) -> int:
-        """Rank of this process on its machine."""
-        return 0
-
-    @property
-    def node_rank(self) -> int:
-        """Index of this machine."""
-        return 0
-
-    @property
-    def is_global_zero(self) -> bool:
-        """Whether this is rank 0 of the whole job."""
-        return self.global_rank == 0
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """`num_replicas` and `rank` for sharding the data."""
-        return {"num_replicas": self.world_size, "rank": self.global_rank}
-
-    def create_precision(self, name: str, device_type: str) -> Precision:
-        """The precision of this full name; runs once, while the plan is made.
-
-        Raises:
-            ValueError: If this strategy does not support it.
-        """
-        return create_precision(name, device_type)
+        self.saves = BackgroundSaves()
 
     # join and leave
 
@@ -225,11 +125,39 @@ class Strategy(ABC):
         module = self.setup_module(module)
         return module, [self.setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
+    def setup_rows(self) -> list[tuple[str, str, str]]:
+        """Rows that `fabric.explain()` adds for what was decided at setup: name, value, reason."""
+        return []
+
     # one step
 
     def backward(self, tensor: Tensor, module: Module | None, *args: Any, **kwargs: Any) -> None:
         """Run backward from `tensor`; it is never rescaled but by the loss scaler of the precision."""
         self._precision.backward(tensor, module, *args, **kwargs)
+
+    def forward_backward(
+        self,
+        module: Module,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        *,
+        target: Any,
+        loss_fn: Callable[[Any, Any], Tensor],
+    ) -> Tensor:
+        """Forward, loss and backward of one batch; see `Fabric.forward_backward`.
+
+        Args:
+            module: What `setup_module` returned.
+            forward: Calls it through the precision.
+            args: Inputs of the forward.
+            kwargs: The same, by name.
+            target: What `loss_fn` compares the output with.
+            loss_fn: From output and target to the loss.
+        """
+        loss = loss_fn(forward(*args, **kwargs), target)
+        self.backward(loss, module)
+        return loss.detach()
 
     def optimizer_step(self, optimizer: Optimizer, **kwargs: Any) -> Any:
         """Take one step; returns what the optimizer's own `step` returns."""
@@ -238,6 +166,14 @@ class Strategy(ABC):
     def no_backward_sync(self, module: Module, enabled: bool = True) -> AbstractContextManager[Any]:
         """Where gradients are synchronised in backward: leave that out inside, to accumulate them."""
         return nullcontext()
+
+    def drop_unsent(self, parameters: Iterable[Tensor]) -> None:
+        """Forget what was accumulated for parameters and is not in their `.grad`; asked if `shards_parameters`.
+
+        Args:
+            parameters: Those whose gradients `zero_grad` has reset.
+        """
+        return
 
     def join_uneven_inputs(self, *modules: Module) -> AbstractContextManager[Any]:
         """Let ranks take unlike numbers of batches inside: one that has left the loop takes part until all have.
@@ -268,6 +204,10 @@ class Strategy(ABC):
     def replica_ranks(self) -> tuple[int, ...]:
         """The global ranks whose parameters are equal to this one's after each step; only debug mode asks."""
         return (self.global_rank,)
+
+    def replicas_of(self, tensor: Tensor) -> tuple[int, ...]:
+        """The ranks on which this parameter or buffer is the same; by default `replica_ranks`. Only debug mode asks."""
+        return self.replica_ranks
 
     def has_synced_buffers(self, module: Module) -> bool:
         """Whether the forward that is running has made the buffers of all replicas equal; only debug mode asks.
@@ -301,6 +241,35 @@ class Strategy(ABC):
         """Clamp each element of the optimizer's gradients to `[-clip_val, clip_val]`."""
         self._precision.unscale_gradients(optimizer)
         torch.nn.utils.clip_grad_value_(_parameters_of(optimizer), clip_val)
+
+    # one sequence on several ranks
+
+    @property
+    def context_parallel_size(self) -> int:
+        """Number of ranks that share each sequence; gradients are averaged over all of them."""
+        return 1
+
+    @property
+    def parts_of_batch(self) -> int:
+        """In how many parts losses of one batch come, of which not the sum but the mean is trained."""
+        return self.context_parallel_size
+
+    def context_parallel(self, tensors: Any, seq_dims: Any) -> AbstractContextManager[Any]:
+        """Divide sequences over the ranks that share them; see `Fabric.context_parallel`.
+
+        Returns:
+            A context whose value is this rank's part of `tensors`.
+        """
+        return nullcontext(tensors)
+
+    def gather_sequence(self, tensor: Tensor, dim: int) -> Tensor:
+        """The whole of what the ranks that share a sequence made of their parts, in its order; without gradients.
+
+        Args:
+            tensor: Of one shape on these ranks.
+            dim: The dimension of the sequence.
+        """
+        return tensor.detach()
 
     # talk to the other ranks
 
@@ -350,30 +319,60 @@ class Strategy(ABC):
 
     # state
 
+    @property
+    def checkpoint_group(self) -> "ProcessGroup | None":
+        """The process group over which saving and loading talk, on the CPU; None for the default one, or for none."""
+        return None
+
+    def create_cpu_group(self) -> "ProcessGroup | None":
+        """A new group of all ranks over gloo, for threads that write checkpoints; None in one process. Collective."""
+        return None
+
     def get_module_state_dict(self, module: Module) -> dict[str, Any]:
-        """The full state of a user's module, under its own names."""
+        """What this rank holds of a user's module, under its own names: plain tensors, and `DTensor`s where sharded.
+
+        They are the module's own memory: a folder is read right into them.
+        """
         return module.state_dict()
 
     def load_module_state_dict(self, module: Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
-        """Load a full state into a user's module."""
-        return module.load_state_dict(state_dict, strict=strict)
+        """Load a state into a user's module: full tensors, of which each rank takes its part, or such as it holds."""
+        return load_module(module, state_dict, strict=strict)
+
+    def parameter_names(self, optimizer: Optimizer) -> list[list[str]] | None:
+        """The plain names of an optimizer's parameters by group; None where nobody knows them.
+
+        Saving and loading ask it for optimizers whose module is not saved or loaded with them.
+        """
+        return own_names(optimizer)
+
+    def in_plain_order(self, names: list[str]) -> list[str]:
+        """The names of parameters from all ranks in the order of the plain model; asked if `state_is_distributed`."""
+        return names
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The full state of an optimizer in PyTorch's own layout."""
-        return optimizer.state_dict()
+        """What this rank holds of an optimizer's state, in PyTorch's own layout, `DTensor`s where it is sharded."""
+        return with_names(optimizer.state_dict(), self.parameter_names(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
-        """Load a full state into an optimizer."""
-        optimizer.load_state_dict(dict(state_dict))
+        """Load a state in PyTorch's own layout, with full tensors or such as this rank holds."""
+        load_optimizer(optimizer, state_dict)
 
     def save_checkpoint(
         self,
         path: str | Path,
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
-        """Write `state` as one file; collective, and a failure is raised on every rank."""
-        save(path, state, access=self, io=self._checkpoint_io, filter=filter)
+        format: Literal["torch", "sharded", "safetensors"] | None = None,
+        max_shard_size: int | str | None = None,
+        **options: Any,
+    ) -> SaveHandle:
+        """Write `state` as one file or as a folder; collective, and a failure is raised on every rank.
+
+        `options` are `blocking`, `busy` and `checksum`, as `fabric.save` takes them.
+        """
+        options |= {"filter": filter, "format": format, "max_shard_size": max_shard_size}
+        return save(path, state, access=self, io=self._checkpoint_io, **options)
 
     def load_checkpoint(
         self,
@@ -382,7 +381,7 @@ class Strategy(ABC):
         strict: bool = True,
         weights_only: bool = True,
     ) -> dict[str, Any]:
-        """Restore `state` in place from one file, and return what it did not ask for; collective."""
+        """Restore `state` in place from a file or folder, and return what it did not ask for; collective."""
         return load(path, state, access=self, io=self._checkpoint_io, strict=strict, weights_only=weights_only)
 
 

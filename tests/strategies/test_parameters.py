@@ -28,6 +28,25 @@ def test_an_optimizer_made_before_follows_the_parameters_with_its_state():
     assert set(optimizer.state) == {module.weight, module.bias}
 
 
+def test_an_optimizer_that_holds_the_list_of_its_group_follows_too():
+    module = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(module.parameters())
+    parameters = ParameterMap()
+    with parameters.follow(module):
+        _replace(module, "weight")
+    parameters.repoint(optimizer)
+    before = module.weight.detach().clone()
+
+    def closure():
+        optimizer.zero_grad()
+        loss = module(torch.ones(1, 2)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    assert not torch.equal(module.weight, before)
+
+
 def test_a_parameter_of_another_module_stays():
     module, other = torch.nn.Linear(2, 1), torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)

@@ -9,7 +9,14 @@ from fabric.accelerators import CPUAccelerator
 from fabric.plugins.environments import LocalEnvironment
 from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.precision import MixedPrecision, Precision
-from fabric.strategies import STRATEGIES, STRATEGY_REGISTRY, DataParallelStrategy, DDPStrategy, SingleDeviceStrategy
+from fabric.strategies import (
+    STRATEGIES,
+    STRATEGY_REGISTRY,
+    DataParallelStrategy,
+    DDPStrategy,
+    FSDPStrategy,
+    SingleDeviceStrategy,
+)
 
 
 def _bound(strategy, precision=None):
@@ -32,6 +39,9 @@ def test_each_name_makes_its_strategy():
         "ddp_fork": DDPStrategy,
         "ddp_notebook": DDPStrategy,
         "ddp_find_unused_parameters_true": DDPStrategy,
+        "fsdp": FSDPStrategy,
+        "fsdp_cpu_offload": FSDPStrategy,
+        "hsdp": FSDPStrategy,
     }
     assert made["ddp_find_unused_parameters_true"].ddp_kwargs["find_unused_parameters"]
     methods = {name: strategy.start_method for name, strategy in made.items() if type(strategy) is DDPStrategy}

@@ -22,7 +22,7 @@ def _no_rank_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def token(*, launcher_pid: int) -> dict[str, str]:
-    fields = dict.fromkeys(LaunchToken.__dataclass_fields__)
+    fields = dict.fromkeys(LaunchToken._fields)
     known = {"launcher_pid": launcher_pid, "rank": 5}
     return LaunchToken(**{**fields, **known}).to_environ()  # type: ignore[arg-type]
 

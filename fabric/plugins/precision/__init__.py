@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 from fabric.plugins.precision.amp import MixedPrecision
 from fabric.plugins.precision.double import DoublePrecision
+from fabric.plugins.precision.fsdp import FSDPPrecision
 from fabric.plugins.precision.half import HalfPrecision
 from fabric.plugins.precision.precision import Precision
 from fabric.utilities.spelling import suggest
@@ -13,6 +14,7 @@ __all__ = [
     "PRECISIONS",
     "PRECISION_ALIASES",
     "DoublePrecision",
+    "FSDPPrecision",
     "HalfPrecision",
     "MixedPrecision",
     "Precision",

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from fabric.plugins.precision.precision import Precision, cast_floats
+from fabric.utilities.local_parts import any_rank, local_part
 
 T = TypeVar("T")
 
@@ -123,9 +124,10 @@ class MixedPrecision(Precision):
 
     def _gave_up(self) -> bool:
         """Whether gradients were unscaled, and reset without a step."""
-        return bool(self._unscaled) and not any(map(_has_gradients, self._unscaled.values()))
+        return bool(self._unscaled) and not _have_gradients(list(self._unscaled.values()))
 
 
-def _has_gradients(optimizer: Optimizer) -> bool:
-    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+def _have_gradients(optimizers: list[Optimizer]) -> bool:
+    parameters = [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+    gradients = (local_part(parameter.grad) for parameter in parameters if parameter.grad is not None)
+    return any_rank(any(bool(gradient.any()) for gradient in gradients), parameters)
