@@ -2,8 +2,8 @@
 """The facade: each method names who does the work."""
 
 import os
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 from weakref import ref
@@ -17,9 +17,10 @@ from fabric import debugging, validation
 from fabric.accelerators import Accelerator, take_inventory
 from fabric.callbacks import Callbacks
 from fabric.checkpoint import load_raw
+from fabric.checkpoint.background import SaveHandle
 from fabric.data import Moving, Ranks, Reading, _FabricDataLoader, sampling_seed, shard_dataloader
 from fabric.evaluation import Agreement
-from fabric.facade import Observe, Talk
+from fabric.facade import Observe, Place, Talk
 from fabric.loggers import Logger
 from fabric.loggers.ending import finalize_at_exit, saved_after
 from fabric.plan import Arguments, Plan, resolve
@@ -41,7 +42,7 @@ from fabric.wrappers import (
 T = TypeVar("T")
 
 
-class Fabric(Talk, Observe):
+class Fabric(Place, Talk, Observe):
     """Scales a plain PyTorch loop: you keep the loop, Fabric places it on the devices.
 
     Args:
@@ -135,7 +136,9 @@ class Fabric(Talk, Observe):
             finalize_at_exit(self._loggers)
             return None
         with saved_after(self._loggers):
-            return function(self, *args, **kwargs)
+            result = function(self, *args, **kwargs)
+            self._strategy.saves.close()
+            return result
 
     def _bind(self, environment: ClusterEnvironment) -> None:
         self._strategy.bind(
@@ -154,7 +157,11 @@ class Fabric(Talk, Observe):
 
     def teardown(self) -> None:
         """Leave the process group and take away the hooks and signal handlers that `launch()` installed."""
-        if self._launched:
+        if not self._launched:
+            return
+        try:
+            self._strategy.saves.close()
+        finally:
             self._agreement = Agreement()  # leaving the group waits for the votes that nobody has asked for
             self._checks.leave()
             self._strategy.teardown()
@@ -200,13 +207,13 @@ class Fabric(Talk, Observe):
             The wrapped module, followed by the wrapped optimizers (and the scheduler, if there is one).
         """
         self._require_launch("setup", module)
-        validation._validate_module(module, self._set_up)
+        validation._validate_module(module, self._set_up, self._strategy)
         validation._validate_optimizers(optimizers, self._set_up)
         plain, compile_again = _unwrap_compiled(module) if _reapply_compile else (module, None)
         module = module if compile_again is None else plain
         with self._strategy.parameters.follow(module):
             module = self._precision.convert_module(module)
-            if move_to_device:
+            if move_to_device and not self._strategy.shards_parameters:  # sharding moves its units one by one
                 self._strategy.module_to_device(module)
         forward_module, plain_optimizers, scheduler = self._strategy.setup_module_and_optimizers(
             module, optimizers, scheduler
@@ -285,24 +292,6 @@ class Fabric(Talk, Observe):
             wrapped.append(_FabricDataLoader(loader, reading=reading, moving=moving))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
-    @contextmanager
-    def init_module(self, empty_init: bool | None = None) -> Generator[None]:
-        """Create modules inside on the rank's device and in the precision's dtype.
-
-        Args:
-            empty_init: True skips the random initialisation, for weights that are loaded afterwards.
-        """
-        self._require_launch("init_module")
-        with self._precision.module_init_context(), self._strategy.module_init_context(empty_init):
-            yield
-
-    @contextmanager
-    def init_tensor(self) -> Generator[None]:
-        """Create tensors inside on the rank's device and in the precision's dtype."""
-        self._require_launch("init_tensor")
-        with self._precision.tensor_init_context(), self._strategy.tensor_init_context():
-            yield
-
     # step
 
     def backward(self, tensor: Tensor, *args: Any, model: Module | None = None, **kwargs: Any) -> None:
@@ -316,6 +305,33 @@ class Fabric(Talk, Observe):
             self._only_module() if model is None else validation._forward_module_of(model, "backward(model=module)")
         )
         self._strategy.backward(tensor, module, *args, **kwargs)
+
+    def forward_backward(
+        self, model: Module, *inputs: Any, target: Any = None, loss_fn: Callable[[Any, Any], Tensor], **kwargs: Any
+    ) -> Tensor:
+        """Forward, loss and backward of one batch in one call, under every strategy; a pipeline needs it.
+
+        It stands for `loss = loss_fn(model(*inputs, **kwargs), target)` and `fabric.backward(loss)`.
+
+        Args:
+            model: The set-up model.
+            *inputs: What its forward takes.
+            target: What `loss_fn` is given beside the output, in any nesting of containers.
+            loss_fn: From output and target to a scalar, the mean over the samples that it is given: a pipeline calls it
+                for each micro-batch.
+            **kwargs: Further inputs of the forward, by name.
+
+        Returns:
+            The loss on this rank's batch, without a graph; in a pipeline the mean over its micro-batches, on each rank.
+
+        Example::
+
+            loss = fabric.forward_backward(model, x, target=y, loss_fn=torch.nn.functional.cross_entropy)
+            optimizer.step()
+            optimizer.zero_grad()
+        """
+        module = validation._forward_module_of(model, "forward_backward(model, ...)")
+        return self._strategy.forward_backward(module, model, inputs, kwargs, target=target, loss_fn=loss_fn)
 
     def clip_gradients(
         self,
@@ -363,14 +379,6 @@ class Fabric(Talk, Observe):
             validation._forward_module_of(module, "no_backward_sync(module)"), enabled
         )
 
-    def to_device(self, obj: Any) -> Any:
-        """Move a module (in place), a tensor, or the tensors in any nesting of containers to the rank's device."""
-        self._require_launch("to_device")
-        if isinstance(obj, Module):
-            self._strategy.module_to_device(obj)
-            return obj
-        return self._strategy.batch_to_device(obj)
-
     # keep
 
     def save(
@@ -378,7 +386,13 @@ class Fabric(Talk, Observe):
         path: str | Path,
         state: Mapping[str, Any],
         filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-    ) -> None:
+        format: Literal["torch", "sharded", "safetensors"] | None = None,
+        max_shard_size: int | str | None = None,
+        *,
+        blocking: bool = True,
+        busy: Literal["wait", "raise"] = "wait",
+        checksum: bool = False,
+    ) -> SaveHandle:
         """Write a checkpoint; call it on every rank. A failure is raised on every rank.
 
         Args:
@@ -386,10 +400,23 @@ class Fabric(Talk, Observe):
             state: Names to modules, optimizers, loaders, this `fabric` (RNG of every rank, loss scaler, callbacks),
                 other objects with `state_dict`, plain values, nested as you like.
             filter: For a name in `state`, a function of (key, value) that says what of it to keep.
+            format: `torch` (one file), `sharded` (a folder to which each rank writes its part) or `safetensors`
+                (weights as Hugging Face writes them, the rest beside them); by default what the strategy says, and
+                `safetensors` for a path that ends so.
+            max_shard_size: The most bytes of one file of weights with `safetensors`; `5GB` by default.
+            blocking: False copies the state and lets a thread write it, while the loop goes on.
+            busy: What to do while an earlier save is still being written: `wait` for it, or `raise`.
+            checksum: Whether `load` shall check that no bit has flipped.
+
+        Returns:
+            A handle: its `done()` says whether the checkpoint is complete, and its `result()` waits for that. An error
+            in between is raised there, or else by the next call that saves or loads, on every rank.
         """
         self._require_launch("save")
         validation._validate_state(state)
-        self._strategy.save_checkpoint(path, _unwrap_objects(state), filter=filter)
+        layout: dict[str, Any] = {"format": format, "max_shard_size": max_shard_size}
+        layout |= {"blocking": blocking, "busy": busy, "checksum": checksum}
+        return self._strategy.save_checkpoint(path, _unwrap_objects(state), filter=filter, **layout)
 
     def load(
         self,
@@ -412,9 +439,10 @@ class Fabric(Talk, Observe):
         """
         self._require_launch("load")
         unwrapped = _unwrap_objects(state)
-        remainder = self._strategy.load_checkpoint(path, unwrapped, strict, weights_only)
-        _copy_plain_values(unwrapped, state)
-        return remainder
+        try:
+            return self._strategy.load_checkpoint(path, unwrapped, strict, weights_only)
+        finally:  # an error while restoring says what was restored
+            _copy_plain_values(unwrapped, state)
 
     def load_raw(self, path: str | Path, obj: Module | Optimizer, strict: bool = True) -> None:
         """Load a file that holds nothing but the state of one module or optimizer, as plain PyTorch saves it."""

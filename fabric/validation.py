@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from fabric.loggers import Logger
 from fabric.plan import Plan
+from fabric.strategies import Strategy
 from fabric.wrappers import _FabricModule, _unwrap_compiled, _unwrap_objects, is_wrapped
 
 
@@ -34,7 +35,7 @@ def _validate_launched(call: str, plan: Plan) -> None:
         raise RuntimeError(f"`fabric.{call}(...)` needs {needs} not started yet. Call `fabric.launch()` before it.")
 
 
-def _validate_module(module: Any, set_up: Mapping[int, Any]) -> None:
+def _validate_module(module: Any, set_up: Mapping[int, Any], strategy: Strategy) -> None:
     if is_wrapped(module) or id(_unwrap_objects(module)) in set_up:
         raise ValueError(
             "This module was set up before. `fabric.setup(model, ...)` takes each module once, as you made it."
@@ -44,7 +45,7 @@ def _validate_module(module: Any, set_up: Mapping[int, Any]) -> None:
             f"`fabric.setup(module, *optimizers)` takes a `torch.nn.Module` first, but got `{type(module).__name__}`."
         )
     meta = [name for name, parameter in module.named_parameters() if parameter.is_meta]
-    if meta:
+    if meta and not strategy.starts_on_meta:
         raise RuntimeError(
             f"`fabric.setup(...)`: `{type(module).__name__}` has {len(meta)} parameters on the meta device,"
             f" the first is `{meta[0]}`. Create it under `fabric.init_module()`, or materialise it with"

@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of the benchmarks that do not depend on the machine, and the arithmetic behind the others."""
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks import report, steppability
+from benchmarks import memory, report, steppability
+from benchmarks.ddp import measured_by_job
 from benchmarks.libraries import _fabric, _raw, tiny
 
 
@@ -48,3 +51,12 @@ def test_the_table_is_markdown():
         "| a step | Fabric  | +1 us | +5 us   | yes |\n"
         "| import | Fabric  | x2    | x1      | NO  |"
     )
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux tells a process's memory peak")
+def test_a_model_that_starts_on_the_meta_device_never_takes_more_than_a_shard_and_a_block():
+    peaks = measured_by_job("benchmarks.memory", 1, "8", ranks=2, MALLOC_MMAP_THRESHOLD_="65536")
+    rows = {way: memory._row(way, peaks[way], ranks=2, blocks=8) for way in memory.NAMES}
+    assert [way for way, row in rows.items() if row.met is False] == []
+    assert max(peaks["constructor"]) < 0.7 * 8 * memory.MIB_OF_BLOCK < min(peaks["real"])

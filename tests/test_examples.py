@@ -72,6 +72,15 @@ def test_gpt_in_two_processes_has_the_same_losses(
     assert torch.allclose(torch.tensor(train(tmp_path, "--devices", "2")), torch.tensor(reference[1]), atol=5e-4)
 
 
+@pytest.mark.ranks
+def test_gpt_sharded_over_two_processes_has_the_same_losses_and_goes_on(
+    reference: tuple[Path, list[tuple[float, ...]]], tmp_path: Path
+) -> None:
+    start = train(tmp_path, "--devices", "2", "--strategy", "fsdp", "--steps", "4")
+    rest = train(tmp_path, "--devices", "2", "--strategy", "fsdp", "--resume")
+    assert torch.allclose(torch.tensor(start + rest), torch.tensor(reference[1]), atol=5e-4)
+
+
 def test_gpt_killed_and_resumed_ends_with_the_very_same_weights(
     reference: tuple[Path, list[tuple[float, ...]]], tmp_path: Path
 ) -> None:
@@ -89,6 +98,50 @@ def test_gpt_killed_and_resumed_ends_with_the_very_same_weights(
     expected, resumed = (torch.load(cwd / "runs/gpt/checkpoint.pt") for cwd in (reference[0], tmp_path))
     assert resumed["curve"] == expected["curve"]
     assert all(torch.equal(resumed["model"][name], value) for name, value in expected["model"].items())
+
+
+@pytest.mark.ranks
+def test_parts_of_long_sequences_have_the_losses_of_whole_ones(tmp_path: Path) -> None:
+    flags = ("--steps", "4", "--log-every", "2")
+    line = r"step +(\d)  loss ([\d.]+)  first eighth ([\d.]+)  last ([\d.]+)\n"
+    runs = [("1", "1"), ("2", "2"), ("4", "2")]
+    found = [
+        re.findall(line, example("long_context", "--devices", n, "--context-parallel", parts, *flags, cwd=tmp_path))
+        for n, parts in runs
+    ]
+    one, two, four = (torch.tensor([[float(x) for x in numbers] for numbers in lines]) for lines in found)
+    assert one[:, 0].tolist() == [2, 4]
+    assert one[1, 1] < one[0, 1] - 0.3
+    assert torch.allclose(two, one, atol=5e-4)
+    assert torch.allclose(four, one, atol=5e-4)
+
+
+@pytest.mark.ranks
+def test_a_pipeline_has_the_losses_of_one_process(tmp_path: Path) -> None:
+    flags = ("--steps", "2", "--log-every", "1")
+    one, two, four = (
+        torch.tensor(
+            [[float(loss) for loss in line] for line in LOSSES.findall(example("pipeline", *each, cwd=tmp_path))]
+        )
+        for each in (flags, (*flags, "--devices", "2"), (*flags, "--devices", "2", "--schedule", "interleaved_1f1b"))
+    )
+    assert one[:, 0].tolist() == [1, 2]
+    assert torch.allclose(two, one, atol=5e-4)
+    assert torch.allclose(four, one, atol=5e-4)
+
+
+@pytest.mark.ranks
+def test_split_layers_have_the_losses_of_one_process(tmp_path: Path) -> None:
+    flags = ("--accelerator", "cpu", "--steps", "4", "--log-every", "2")
+    line = re.compile(r"step +(\d+)  loss ([\d.]+)  gradient ([\d.]+)")
+    found = []
+    for processes in (("--devices", "1"), ("--devices", "2"), ("--devices", "4", "--tensor-parallel", "2")):
+        rows = line.findall(example("tensor_parallel", *flags, *processes, cwd=tmp_path))
+        found.append(torch.tensor([list(map(float, row)) for row in rows]))
+    assert found[0].shape == (2, 3)
+    assert found[0][1, 1] < found[0][0, 1]
+    for other in found[1:]:
+        assert torch.allclose(other, found[0], atol=5e-4)
 
 
 @pytest.mark.ranks
@@ -219,3 +272,10 @@ def test_the_first_program_of_the_docs(tmp_path: Path) -> None:
     assert program is not None
     (tmp_path / "main.py").write_text(program[1])
     assert re.fullmatch(r"epoch 0: [\d.]+\nepoch 1: [\d.]+\n", run("main.py", cwd=tmp_path))
+
+
+def test_the_program_of_the_page_on_large_models(tmp_path: Path) -> None:
+    program = re.search(r"```python\n(.*?)```", (ROOT / "docs" / "large-models.md").read_text(), flags=re.DOTALL)
+    assert program is not None
+    (tmp_path / "main.py").write_text(program[1])
+    assert run("main.py", cwd=tmp_path) == ""

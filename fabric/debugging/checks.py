@@ -49,6 +49,14 @@ class Checks:
         """What moves the batches of a loader (None: nothing does), with a check of each; runs once per loader."""
         return move
 
+    def same_data(self, name: str, batch: Any) -> None:
+        """Runs where ranks that read the same data are about to share it.
+
+        Args:
+            name: What it is, for the error.
+            batch: What should be the same on these ranks.
+        """
+
     def uneven(self, context: AbstractContextManager[T]) -> AbstractContextManager[T]:
         """A context in which ranks take unlike numbers of steps."""
         return context

@@ -168,10 +168,12 @@ class DebugChecks(Checks):
         self._compare(what, named, _PARAMETERS_ADVICE)
 
     def _compare(self, what: str, named: Any, advice: str) -> None:
-        ranks = self._strategy.replica_ranks
-        prints = {name: fingerprint(tensor) for name, tensor in named}
-        if self._exchange is not None and len(ranks) > 1 and prints:
-            compare(self._exchange, what, prints, ranks, advice)
+        prints: dict[tuple[int, ...], dict[str, str]] = {}
+        for name, tensor in named:
+            prints.setdefault(self._strategy.replicas_of(tensor), {})[name] = fingerprint(tensor)
+        for ranks, of_ranks in prints.items():  # in the order of the names, so alike on all ranks
+            if self._exchange is not None and len(ranks) > 1:
+                compare(self._exchange, what, of_ranks, ranks, advice)
 
     # optimizers
 
@@ -220,12 +222,15 @@ class DebugChecks(Checks):
             return move
 
         def check(batch: Any) -> Any:
-            if self._exchange is not None:
-                prints = {"batch": fingerprint(batch)}
-                compare(self._exchange, "the batch of a loader", prints, self._same_data, _BATCH_ADVICE)
+            self.same_data("the batch of a loader", batch)
             return batch if move is None else move(batch)
 
         return check
+
+    @override
+    def same_data(self, name: str, batch: Any) -> None:
+        if self._exchange is not None and len(self._same_data) > 1:
+            compare(self._exchange, name, {"batch": fingerprint(batch)}, self._same_data, _BATCH_ADVICE)
 
 
 def _ids_of(optimizer: Optimizer) -> set[int]:

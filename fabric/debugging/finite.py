@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from fabric.utilities.apply_func import apply_to_tensors
+from fabric.utilities.local_parts import local_part
 
 _CHECKED = frozenset((torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128))
 
@@ -26,7 +27,7 @@ def tensors_in(data: Any) -> list[Tensor]:
 
 def fault_of(tensors: list[Tensor]) -> str | None:
     """`NaN` if any tensor has one, else `Inf` if any has one, else None."""
-    floats = [tensor.detach() for tensor in tensors if tensor.dtype in _CHECKED]
+    floats = [local_part(tensor).detach() for tensor in tensors if tensor.dtype in _CHECKED]
     if all(bool(torch.isfinite(tensor).all()) for tensor in floats):
         return None
     return "NaN" if any(bool(torch.isnan(tensor).any()) for tensor in floats) else "Inf"
@@ -46,6 +47,7 @@ def describe_values(name: str, tensors: list[Tensor]) -> list[str]:
 
 
 def _describe(tensor: Tensor) -> str:
+    tensor = local_part(tensor)
     head = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
     if tensor.dtype not in _CHECKED or tensor.numel() == 0:
         return head

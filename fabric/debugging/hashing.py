@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fabric.utilities.apply_func import apply_to_tensors
+from fabric.utilities.local_parts import local_part
 
 _BYTES = 8
 
@@ -16,7 +17,8 @@ def fingerprint(data: Any) -> str:
     """A hash over dtype, shape and bits of the tensors, arrays and numbers in any nesting of containers.
 
     Args:
-        data: A tensor or any nesting. Text and what has no elements is left out.
+        data: A tensor or any nesting. Text and what has no elements is left out. Of a tensor that is spread over
+            ranks this rank's part counts.
     """
     digest = hashlib.blake2b(digest_size=_BYTES)
 
@@ -39,5 +41,5 @@ def fingerprint(data: Any) -> str:
 def _bits(tensor: Tensor) -> bytes:
     if tensor.is_nested or tensor.layout is not torch.strided or tensor.is_meta:
         return b""
-    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    plain = local_part(tensor).detach().resolve_conj().resolve_neg().cpu().contiguous()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -129,6 +129,7 @@ class MicroBatches(Sequence[Any]):
         self._length = len(entries)
         self._count_per_rank = count_per_rank
         self._data_parallel_size = strategy.distributed_sampler_kwargs["num_replicas"]
+        self._parts_of_batch = strategy.parts_of_batch
         self._current: int | None = None
 
     def __len__(self) -> int:
@@ -166,7 +167,9 @@ class MicroBatches(Sequence[Any]):
         Strategies average gradients over the data-parallel ranks, as they have to for mean losses to be right. So the
         sum is divided by the total count and multiplied by the number of these ranks, or, what is the same, divided by
         the count per rank. The gradients then add up to those of `sum of all losses / total count`. Where nothing
-        counts in the whole window, they are 0.
+        counts in the whole window, they are 0. Ranks that share a sequence (`fabric.context_parallel`) each bring the
+        losses of their own tokens, while the count is that of whole batches: these losses are added up too, and so are
+        those of the micro-batches that a pipeline makes of a batch.
 
         Args:
             losses: Without `count=`, the mean loss of the micro-batch, a scalar. Where `count` is a number for each
@@ -187,11 +190,12 @@ class MicroBatches(Sequence[Any]):
                 " Call it inside `for batch in micro_batches:`."
             )
         entry = self._available()[self._current]
-        _validate_losses(losses, entry)
+        _validate_losses(losses, entry, self._parts_of_batch)
         kept = losses if entry.samples is None else losses[: entry.valid]
         dtype = torch.promote_types(losses.dtype, torch.float32)
         divisor = torch.where(self._count_per_rank == 0, 1, self._count_per_rank)
-        return kept.sum(dtype=dtype) / divisor.to(losses.device, dtype)
+        parts = 1 if entry.takes_mean else self._parts_of_batch  # of the batch, each with its own losses
+        return kept.sum(dtype=dtype) * parts / divisor.to(losses.device, dtype)
 
     def _available(self) -> list[_MicroBatch]:
         if not self._entries:
@@ -205,12 +209,18 @@ class MicroBatches(Sequence[Any]):
         self._entries.clear()
 
 
-def _validate_losses(losses: Tensor, entry: _MicroBatch) -> None:
+def _validate_losses(losses: Tensor, entry: _MicroBatch, parts: int) -> None:
     shape = tuple(losses.shape)
     if entry.takes_mean and shape:
         raise ValueError(
             f"`micro_batches.mean(loss)` takes the mean loss of the batch, and got a tensor of shape {shape}."
             " Pass `losses.mean()`, or say what the mean is over: `fabric.accumulate(loader, steps, count='samples')`."
+        )
+    if entry.samples is not None and parts > 1 and len(shape) > 0 and shape[0] * parts == entry.samples:
+        raise ValueError(
+            f"`micro_batches.mean(losses)` got losses of shape {shape} for a batch of {entry.samples} samples, of which"
+            f" `loss_fn` is given one of {parts} parts at a time. Count with a function that returns one number,"
+            " `fabric.accumulate(loader, steps, count=lambda batch: float(len(batch[0])))`, and pass the sum of losses."
         )
     if entry.samples is not None and shape[:1] != (entry.samples,):
         raise ValueError(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fabric.checkpoint import Attempts
+from fabric.checkpoint import Attempts, whole
 from fabric.evaluation.layout import Layout, agree_on_layout
 from fabric.evaluation.part import Part, part_of_this_rank
 from fabric.evaluation.samples import map_by_sample
@@ -55,7 +55,7 @@ def gather_for_metrics(
 def _join_tensors(value: Any, shape: tuple[int, ...], layout: Layout, strategy: Strategy, pad_value: float) -> Any:
     if isinstance(value, np.ndarray):
         value = np.require(value, requirements=("C", "W"))  # as PyTorch wants it; a copy only where it is not so
-    tensor = torch.as_tensor(value).detach()
+    tensor = whole(torch.as_tensor(value).detach())
     joined = padded_to(tensor, shape, pad_value)
     if layout.most:
         joined = strategy.gather_alike(joined.to(strategy.root_device)).flatten(0, 1)

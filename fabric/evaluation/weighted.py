@@ -4,13 +4,15 @@
 import torch
 from torch import Tensor
 
+from fabric.checkpoint import whole
 from fabric.strategies import Strategy
 
 
 def weighted_mean(total: Tensor | float, count: Tensor | float, strategy: Strategy) -> Tensor:
     """The sum of the ranks' totals divided by the sum of their counts.
 
-    Ranks that read the same data (those of one tensor-parallel group) appear equally often in both sums.
+    Ranks that read the same data (those of one tensor-parallel group) appear equally often in both sums. Ranks that
+    share a sequence (`fabric.context_parallel`) give the totals and counts of their own tokens.
 
     Args:
         total: A number, or a tensor of any shape.
@@ -18,6 +20,7 @@ def weighted_mean(total: Tensor | float, count: Tensor | float, strategy: Strate
         strategy: Sums over the ranks.
     """
     dtype = exact_dtype(strategy.root_device)
+    total, count = (whole(value) if isinstance(value, Tensor) else value for value in (total, count))
     totals = torch.as_tensor(total, dtype=dtype, device=strategy.root_device).detach()
     counts = torch.as_tensor(count, dtype=dtype, device=strategy.root_device).detach()
     if strategy.world_size > 1:

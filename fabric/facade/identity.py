@@ -52,8 +52,8 @@ class Identity(ABC):
         return self._plan
 
     def explain(self) -> str:
-        """The plan as a table: what was chosen and why, a line each."""
-        return self._plan.explain()
+        """The plan as a table: what was chosen and why, a line each; after `setup` what was chosen there too."""
+        return self._plan.explain(self._strategy.setup_rows())
 
     @property
     def accelerator(self) -> Accelerator:

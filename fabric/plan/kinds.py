@@ -167,4 +167,4 @@ def _same_strategy(one: str | Strategy, other: str | Strategy) -> bool:
     """One name twice, or an instance and the name of its class that starts its ranks in the same way."""
     if isinstance(one, str) or isinstance(other, Strategy):
         return one == other
-    return STRATEGIES[other] is type(one) and STRATEGIES[other]().start_method == one.start_method
+    return STRATEGIES.stands_for(other, type(one)) and STRATEGIES[other]().start_method == one.start_method

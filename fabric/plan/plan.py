@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan: every choice with its reason."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Generic, TypeVar
 
@@ -78,13 +79,18 @@ class Plan:
         """Processes of the whole job."""
         return self.environment.value.world_size()
 
-    def explain(self) -> str:
-        """The plan as a table: one row for each choice, its reason last."""
+    def explain(self, more: Sequence[tuple[str, str, str]] = ()) -> str:
+        """The plan as a table: one row for each choice, its reason last.
+
+        Args:
+            more: Further rows of name, value and reason.
+        """
         shown = [field.name for field in fields(self) if field.name != "debug" or self.debug.value is not None]
-        rows = [(name, getattr(self, name)) for name in shown]
-        name_width = max(len(name) for name, _ in rows) + 2
-        value_width = max(len(str(choice)) for _, choice in rows) + 2
-        return "\n".join(f"{name:<{name_width}}{choice!s:<{value_width}}{choice.reason}" for name, choice in rows)
+        rows = [(name, str(getattr(self, name)), getattr(self, name).reason) for name in shown]
+        rows += more
+        name_width = max(len(name) for name, *_ in rows) + 2
+        value_width = max(len(value) for _, value, _ in rows) + 2
+        return "\n".join(f"{name:<{name_width}}{value:<{value_width}}{reason}" for name, value, reason in rows)
 
     def summary(self) -> str:
         """The plan in one line, without reasons."""

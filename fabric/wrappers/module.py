@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module, Parameter
 from typing_extensions import override
 
+from fabric.plugins.precision import Precision
 from fabric.strategies import Strategy
 from fabric.strategies.entry import _Entry
 from fabric.utilities.parameter_names import plain_name, under_own_names, with_plain_names
@@ -21,8 +22,8 @@ MARKED_FROM_THE_START = ("forward", "training_step", "validation_step", "test_st
 
 # What stays on the wrapper; every other attribute is the user's module's.
 _OWN = frozenset(
-    ("_original_module", "_forward_module", "_strategy", "_precision", "_lead", "_wrapped", "_plain", "_marked")
-) | {"_compiled_call_impl"}
+    ("_original_module", "_forward_module", "_strategy", "_precision", "_call", "_entered", "_wrapped", "_plain")
+) | {"_marked", "_compiled_call_impl"}
 
 # `nn.Module` methods that would otherwise act on the wrapper. Those that return `self` return the wrapper.
 _DELEGATED = (
@@ -33,7 +34,7 @@ _DELEGATED = (
     *("register_full_backward_pre_hook", "register_load_state_dict_post_hook", "register_load_state_dict_pre_hook"),
     *("register_module", "register_parameter", "register_state_dict_post_hook", "register_state_dict_pre_hook"),
     *("requires_grad_", "set_extra_state", "set_submodule", "share_memory", "to", "to_empty", "train", "type", "xpu"),
-    *("zero_grad", "_apply", "_load_from_state_dict", "_save_to_state_dict"),
+    *("_apply", "_load_from_state_dict", "_save_to_state_dict"),
 )
 
 
@@ -50,13 +51,16 @@ class _FabricModule(Module):
         super().__init__()
         original = forward_module if original_module is None else original_module
         precision = strategy.precision
+        entered = any(isinstance(module, _Entry) for module in forward_module.modules())
+        # A wrapper that was given `_Entry` is told which method to call.
+        call = partial(forward_module, "forward") if entered else forward_module
         self.__dict__.update(
             _original_module=original,
             _forward_module=forward_module,
             _strategy=strategy,
             _precision=precision,
-            # A wrapper that was given `_Entry` is told which method to call.
-            _lead=("forward",) if any(isinstance(module, _Entry) for module in forward_module.modules()) else (),
+            _call=partial(_run_converted, precision, call) if precision.changes_forward else call,
+            _entered=entered,
             _wrapped=getattr(forward_module, "_orig_mod", forward_module) is not original,
             _plain=not precision.changes_forward,
             _marked=set(MARKED_FROM_THE_START),
@@ -75,16 +79,7 @@ class _FabricModule(Module):
     @override
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module through the precision and the strategy."""
-        if self._plain:
-            return self._forward_module(*self._lead, *args, **kwargs)
-        return self._run_converted(self._forward_module, *self._lead, *args, **kwargs)
-
-    def _run_converted(self, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        precision = self._precision
-        args, kwargs = precision.convert_input((args, kwargs))
-        with precision.forward_context():
-            output = call(*args, **kwargs)
-        return precision.convert_output(output)
+        return self._call(*args, **kwargs)
 
     # marked methods
 
@@ -116,13 +111,13 @@ class _FabricModule(Module):
         """The method `name` as a user of the wrapper should call it."""
         if name not in self._marked:
             return self._guarded(name, method) if self._wrapped or not self._plain else method
-        if self._wrapped and not self._lead:
+        if self._wrapped and not self._entered:
             raise RuntimeError(
                 f"`{type(self.module).__name__}.{name}` can't go through `{type(self._strategy).__name__}`: its"
                 " `setup_module` wrapped the module itself. Let it wrap `fabric.strategies.entry._Entry(module)`."
             )
         call = partial(self._forward_module, name) if self._wrapped else method
-        through = call if self._plain else partial(self._run_converted, call)
+        through = call if self._plain else partial(_run_converted, self._precision, call)
         return through if through is method else wraps(method)(through)
 
     def _guarded(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,7 +125,7 @@ class _FabricModule(Module):
 
         @wraps(method)
         def call(*args: Any, **kwargs: Any) -> Any:
-            if self._plain and not torch.is_grad_enabled():
+            if self._plain and not torch.is_grad_enabled() and not self._strategy.shards_parameters:
                 return method(*args, **kwargs)
             with _refuse_forward(self.module, name):
                 return method(*args, **kwargs)
@@ -208,16 +203,52 @@ class _FabricModule(Module):
 
     @override
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state whose names may or may not have wrapper segments."""
-        return self.module.load_state_dict(under_own_names(state_dict, self.module), strict=strict, assign=assign)
+        """Load a state whose names may or may not have wrapper segments; of full tensors each rank takes its part.
+
+        Raises:
+            ValueError: With `assign=True`, if the module is sharded.
+        """
+        own = under_own_names(state_dict, self.module)
+        if not assign:
+            return self._strategy.load_module_state_dict(self.module, own, strict=strict)
+        if self._strategy.shards_parameters:
+            raise ValueError(
+                f"`{type(self.module).__name__}.load_state_dict(assign=True)` would replace the shards that the"
+                " optimizer knows. Leave `assign` out: the values are copied into them."
+            )
+        return self.module.load_state_dict(own, strict=strict, assign=True)
+
+    @override
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset the gradients of all parameters."""
+        self.module.zero_grad(set_to_none)
+        if self._strategy.shards_parameters:
+            self._strategy.drop_unsent(self.module.parameters())
 
     # copies are plain
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Module:
+        self._refuse_parts("copy.deepcopy(model)")
         return copy.deepcopy(self.module, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        self._refuse_parts("pickle.dumps(model)")
         return _itself, (self.module,)
+
+    def _refuse_parts(self, call: str) -> None:
+        if self._strategy.shards_parameters:
+            raise TypeError(
+                f"`{call}`: this rank holds only a part of `{type(self.module).__name__}`, which"
+                f" `{type(self._strategy).__name__}` has divided. Save it by `fabric.save(path, {{'model': model}})` on"
+                " all ranks and load that into a model that is made anew."
+            )
+
+
+def _run_converted(precision: Precision, call: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    args, kwargs = precision.convert_input((args, kwargs))
+    with precision.forward_context():
+        output = call(*args, **kwargs)
+    return precision.convert_output(output)
 
 
 def _delegate(name: str) -> Callable[..., Any]:

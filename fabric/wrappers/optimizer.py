@@ -43,6 +43,8 @@ class _FabricOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of all parameters."""
         self._optimizer.zero_grad(set_to_none)
+        if self._strategy.shards_parameters:
+            self._strategy.drop_unsent(p for group in self._optimizer.param_groups for p in group["params"])
 
     @override
     def state_dict(self) -> dict[str, Any]:
