@@ -13,7 +13,10 @@ from pathlib import Path
 
 from benchmarks.report import INSTALLED, Row, table
 
-SUBJECTS = ("imports", "step", "steppability", "loader", "resume", "ddp", "gather", "launch", "checkpoint")
+SUBJECTS = (
+    *("imports", "step", "steppability", "loader", "resume", "ddp", "sharded", "memory", "gather", "launch"),
+    "checkpoint",
+)
 DISTRIBUTIONS = {"fabric": "fabric-runtime", "lightning": "lightning", "accelerate": "accelerate"}
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saving and loading one file, beside `torch.save` with `os.fsync` and `torch.load`: time and memory peak."""
+"""Saving and loading one file, beside `torch.save` with `os.fsync` and `torch.load`: time and memory peak.
+
+And for how long a save holds the loop that another thread writes.
+"""
 
 import os
 import re
@@ -20,6 +23,7 @@ from benchmarks.report import INSTALLED, NAMES, Row, in_turn, interval, main, me
 
 WIDTH, LAYERS = 1024, 10  # with Adam's two moments a state of 126 MB
 BOUND = 1.05
+HELD_BOUND = 0.2  # of the blocking save, on the CPU
 
 
 def measure(quick: bool) -> list[Row]:
@@ -32,7 +36,7 @@ def measure(quick: bool) -> list[Row]:
             times = in_turn({name: partial(job.timed, what) for name, job in jobs.items()}, 2 if quick else 25)
         rows += [_row(what, name, times) for name in times if name != "raw"]
         rows += _peak_rows(what, {name: _peak(name, what) for name in names})
-    return rows
+    return [*rows, _held_row(2 if quick else 15)]
 
 
 def _row(what: str, name: str, times: dict[str, list[float]]) -> Row:
@@ -51,6 +55,31 @@ def _peak_rows(what: str, peaks: dict[str, float]) -> list[Row]:
         if name != "raw":
             rows.append(Row(f"memory peak of {what} over the state's own", NAMES[name], f"{peak:.0f} MB", *bound))
     return rows
+
+
+def _held_row(rounds: int) -> Row:
+    """Seconds until `save(blocking=False)` returns, from the second time on, where nothing else is being written."""
+    from fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=1)
+    with tempfile.TemporaryDirectory(dir=os.environ.get("BENCHMARK_DIRECTORY")) as directory:
+        state = dict(zip(("model", "optimizer"), fabric.setup(*_build()), strict=True))
+        handles: list[Any] = []
+
+        def ask(blocking: bool) -> float:
+            path = Path(directory) / f"{blocking}.ckpt"
+            path.unlink(missing_ok=True)
+            held = seconds(lambda: handles.append(fabric.save(path, state, blocking=blocking)))
+            handles[-1].result()
+            return held
+
+        ask(blocking=False)  # the first one allocates the memory for the copies
+        times = in_turn({"blocking": lambda: ask(blocking=True), "held": lambda: ask(blocking=False)}, rounds)
+    ratio = median_ratio(times["held"], times["blocking"])
+    low, high = interval(median_ratio, times["held"], times["blocking"])
+    seen = f"x{ratio:.3f} (95%: {low:.3f} to {high:.3f}) of {statistics.median(times['blocking']):.2f} s"
+    name = "`save(blocking=False)` holds the loop, of the blocking save"
+    return Row(name, NAMES["fabric"], seen, f"x{HELD_BOUND}", ratio <= HELD_BOUND)
 
 
 class Job:

@@ -30,10 +30,18 @@ def measure(quick: bool) -> list[Row]:
     return [_row(name, times) for name in times if name != "raw"]
 
 
-def measured_by_job(module: str, rounds: int) -> dict[str, list[float]]:
-    """Run `module job` on 2 ranks under torchrun, which every library understands, and read what rank 0 measured."""
-    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}", "-m", module, "job"]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", ROUNDS: str(rounds)}
+def measured_by_job(module: str, rounds: int, *more: str, ranks: int = RANKS, **environ: str) -> dict[str, list[float]]:
+    """Run `module job` on ranks under torchrun, which every library understands, and read what rank 0 measured.
+
+    Args:
+        module: Of which `job` is run.
+        rounds: How often.
+        *more: Further words for it.
+        ranks: Number of ranks.
+        **environ: Further environment variables.
+    """
+    words = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m", module, "job", *more]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", ROUNDS: str(rounds), **environ}
     root = Path(__file__).resolve().parents[1]
     done = subprocess.run([sys.executable, *words], env=environ, cwd=root, capture_output=True, text=True)
     if done.returncode:
