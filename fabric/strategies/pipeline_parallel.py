@@ -26,6 +26,7 @@ from fabric.strategies.pipelining.place import Place
 from fabric.strategies.pipelining.schedules import find_kind, validate_num_microbatches, validate_num_stages
 from fabric.strategies.pipelining.shared import SharedGradients, average_gradients
 from fabric.strategies.pipelining.stages import Stage, Stages, create_stages
+from fabric.strategies.sharding.clipping import clip_by_norm, refuse_nonfinite, total_norm
 from fabric.strategies.sharding.mesh import build_mesh, divide
 from fabric.utilities.init import skip_init_context
 
@@ -338,25 +339,13 @@ class PipelineParallelStrategy(ParallelStrategy):
         error_if_nonfinite: bool = True,
     ) -> Tensor:
         self.precision.unscale_gradients(optimizer)
-        total = self._total_norm(self._holdings.counted_gradients(optimizer), float(norm_type))
-        if error_if_nonfinite and not self.precision.skips_nonfinite_steps and not bool(total.isfinite()):
-            raise RuntimeError(
-                f"The total norm of order {float(norm_type)} of the gradients is not finite ({total.item()}), so they"
-                " can't be clipped. Pass `error_if_nonfinite=False` to go on with what it gives."
-            )
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total)
+        stages = self.device_mesh.get_group("pipeline_parallel")
+        total = total_norm(self._holdings.counted(optimizer), norm_type, self.root_device, stages)
+        total = total.to(torch.float64 if self.precision.precision == "64-true" else torch.float32)
+        if error_if_nonfinite and not self.precision.skips_nonfinite_steps:
+            refuse_nonfinite(total, norm_type)
+        clip_by_norm([parameter for group in optimizer.param_groups for parameter in group["params"]], max_norm, total)
         return total
-
-    def _total_norm(self, gradients: list[Tensor], norm_type: float) -> Tensor:
-        """The norm over all stages; in float32, or in float64 where gradients are."""
-        own = torch.nn.utils.get_total_norm(gradients, norm_type).to(self.root_device, torch.float64)
-        infinite = norm_type == float("inf")
-        total = own if infinite else own**norm_type
-        group = self.device_mesh.get_group("pipeline_parallel")
-        dist.all_reduce(total, op=dist.ReduceOp.MAX if infinite else dist.ReduceOp.SUM, group=group)
-        total = total if infinite else total ** (1 / norm_type)
-        return total.to(torch.float64 if self.precision.precision == "64-true" else torch.float32)
 
     # state
 

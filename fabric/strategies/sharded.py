@@ -29,7 +29,13 @@ from fabric.strategies.sharding.apply import (
     sharded_parts,
 )
 from fabric.strategies.sharding.checkpointing import checkpoint_activations
-from fabric.strategies.sharding.clipping import clip_by_norm, clip_by_value, refuse_nonfinite, total_norm
+from fabric.strategies.sharding.clipping import (
+    clip_by_norm,
+    clip_by_value,
+    dtype_of_gradients,
+    refuse_nonfinite,
+    total_norm,
+)
 from fabric.strategies.sharding.materialise import started_context
 from fabric.strategies.sharding.mesh import MeshSizes, forget_former_meshes, release_groups
 from fabric.strategies.sharding.optimizers import shard_state, validate_alike, validate_owned
@@ -325,7 +331,7 @@ class ShardedStrategy(ParallelStrategy, ABC):
     ) -> Tensor:
         self._precision.unscale_gradients(optimizer)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        total = total_norm(parameters, norm_type, self.root_device)
+        total = total_norm(parameters, norm_type, self.root_device).to(dtype_of_gradients(parameters))
         if error_if_nonfinite and not self._precision.skips_nonfinite_steps:
             refuse_nonfinite(total, norm_type)
         clip_by_norm(parameters, max_norm, total)

@@ -774,8 +774,8 @@ STEP_ERRORS = {
     " micro-batch as it is.",
     "too much": "Stage 0 of the pipeline, on rank 0, failed with a micro-batch of [(int64 [4, 6], int64 [4, 6]), {}]:"
     " TypeError: too many positional arguments",
-    "norm": "The total norm of order 2.0 of the gradients is not finite (nan), so they can't be clipped. Pass"
-    " `error_if_nonfinite=False` to go on with what it gives.",
+    "norm": "The total norm of order 2.0 of the gradients is nan, so they can't be clipped. To scale them by it all the"
+    " same, pass `error_if_nonfinite=False`.",
 }
 
 
@@ -783,6 +783,23 @@ STEP_ERRORS = {
 @pytest.mark.parametrize("kind", STEP_ERRORS)
 def test_what_cannot_run_says_so_on_every_rank(kind):
     assert run_ranks(2, step_error, kind, TWO) == [STEP_ERRORS[kind]] * 2
+
+
+def nan_in_the_last_stage(context):
+    fabric = context.fabric(strategy=PipelineParallelStrategy(**TWO))
+    model = fabric.setup(Net())
+    optimizer = fabric.setup_optimizers(torch.optim.SGD(model.parameters(), lr=0.1))
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, float("nan") if context.rank else 1.0)
+    return [
+        fabric.clip_gradients(model, optimizer, max_norm=1.0, norm_type=p, error_if_nonfinite=False).item()
+        for p in (2.0, float("inf"))
+    ]
+
+
+@pytest.mark.ranks
+def test_no_norm_loses_a_nan_of_another_stage():
+    assert repr(run_ranks(2, nan_in_the_last_stage)) == repr([[float("nan")] * 2] * 2)
 
 
 def call_another_stage(context):

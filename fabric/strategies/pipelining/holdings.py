@@ -68,10 +68,10 @@ class Holdings:
             return None
         return [[each[0] for each in group if each is not None] for group in found]
 
-    def counted_gradients(self, optimizer: Optimizer) -> list[Tensor]:
-        """The gradients on this rank, without those of tied parameters that count on another one."""
+    def counted(self, optimizer: Optimizer) -> list[Tensor]:
+        """The optimizer's parameters on this rank, without tied ones that count on another one."""
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        return [each.grad for each in parameters if each.grad is not None and id(each) not in self._elsewhere]
+        return [parameter for parameter in parameters if id(parameter) not in self._elsewhere]
 
 
 def adopt_rank_zero(module: Module, kept: Collection[int], strategy: Any) -> None:

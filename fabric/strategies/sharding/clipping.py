@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,29 +16,31 @@ from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_no
 from fabric.checkpoint.shards import is_sharded
 from fabric.utilities.local_parts import local_gradients
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
 
 @torch.no_grad()
 def total_norm(
     parameters: Iterable[Tensor],
     norm_type: float,
     device: torch.device,
-    reduce: Callable[[Tensor], Tensor] | None = None,
+    stages: ProcessGroup | None = None,
 ) -> Tensor:
     """The joint p-norm of all gradients, of which each rank may hold parts; collective.
 
     Each element counts once: parts are added up over the dimensions of their mesh that divide them, and copies, such
-    as the plain parameters of a model, are not. All ranks must give the same parameters in the same order, whether or
-    not these have gradients here.
+    as the plain parameters of a model, are not. But for stages, all ranks must give the same parameters in the same
+    order, whether or not these have gradients here.
 
     Args:
         parameters: Plain and sharded ones, on any meshes.
         norm_type: The p; `inf` for the largest magnitude.
         device: Where the ranks talk.
-        reduce: Combines what this and other ranks have found, where their parameters are not the same (the stages of a
-            pipeline). It is given the sum of the p-th powers, or for `inf` the maximum.
+        stages: The ranks whose parameters are not the same, such as the stages of a pipeline.
 
     Returns:
-        A plain scalar, equal on all ranks, in the dtype of the gradients.
+        A plain scalar in float64, equal on all ranks.
 
     Raises:
         ValueError: If the p is not positive.
@@ -46,20 +48,22 @@ def total_norm(
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"`norm_type={norm_type!r}` is not positive. Choose 1.0, 2.0, `math.inf` or another p > 0.")
-    parameters = list(parameters)
-    operation = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-    parts = [_norm_of(group, norm_type, device, operation) for group in _by_placement(parameters).values()]
+    parts = [_norm_of(group, norm_type, device) for group in _by_placement(parameters).values()]
     total = torch.stack(parts) if parts else torch.zeros(1, dtype=torch.float64, device=device)
     total = total.max() if math.isinf(norm_type) else total.sum()
-    total = total if reduce is None else reduce(total)
-    total = total if math.isinf(norm_type) else total ** (1 / norm_type)
-    dtypes = [parameter.grad.dtype for parameter in parameters if parameter.grad is not None]
-    return total.to(dtypes[0] if dtypes else torch.get_default_dtype())
+    total = _joined(total, norm_type, [] if stages is None else [stages])
+    return total if math.isinf(norm_type) else total ** (1 / norm_type)
 
 
 def clip_by_norm(parameters: Iterable[Tensor], max_norm: float, total: Tensor) -> None:
     """Scale all gradients down by the same factor, so that their joint norm `total` becomes at most `max_norm`."""
     clip_grads_with_norm_(local_gradients(parameters), max_norm, total)
+
+
+def dtype_of_gradients(parameters: Iterable[Tensor]) -> torch.dtype:
+    """That of the first gradient; the default one if there is none."""
+    dtypes = (parameter.grad.dtype for parameter in parameters if parameter.grad is not None)
+    return next(dtypes, torch.get_default_dtype())
 
 
 def clip_by_value(parameters: Iterable[Tensor], clip_val: float) -> None:
@@ -96,7 +100,7 @@ def _dividing(parameter: Any) -> tuple[Any, tuple[int, ...]]:
     return mesh, tuple(dim for dim, placement in enumerate(placements) if not placement.is_replicate())
 
 
-def _norm_of(group: list[Tensor], norm_type: float, device: torch.device, operation: Any) -> Tensor:
+def _norm_of(group: list[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """The sum of the p-th powers, or the maximum, over this group of parameters and the ranks that share them.
 
     Float64, since the square of a large float32 may be infinite.
@@ -104,11 +108,18 @@ def _norm_of(group: list[Tensor], norm_type: float, device: torch.device, operat
     gradients = [stand_in.grad for stand_in in local_gradients(group)]
     norm = get_total_norm([gradient for gradient in gradients if gradient is not None and gradient.numel()], norm_type)
     norm = norm.to(device=device, dtype=torch.float64)
-    # A maximum over ranks may lose a NaN, so that this is sent beside it.
-    sent = (
-        norm**norm_type if math.isfinite(norm_type) else torch.stack([norm.nan_to_num(posinf=math.inf), norm.isnan()])
-    )
     mesh, dims = _dividing(group[0])
-    for dim in dims:
-        dist.all_reduce(sent, op=operation, group=mesh.get_group(dim))
-    return sent if math.isfinite(norm_type) else torch.where(sent[1] > 0, math.nan, sent[0])
+    own = norm if math.isinf(norm_type) else norm**norm_type
+    return _joined(own, norm_type, [mesh.get_group(dim) for dim in dims])
+
+
+def _joined(own: Tensor, norm_type: float, groups: list[ProcessGroup]) -> Tensor:
+    """The sum over the ranks of one group after the other, or the maximum, which may lose a NaN on its way."""
+    if math.isfinite(norm_type):
+        for group in groups:
+            dist.all_reduce(own, group=group)
+        return own
+    sent = torch.stack([own.nan_to_num(posinf=math.inf), own.isnan()])
+    for group in groups:
+        dist.all_reduce(sent, op=dist.ReduceOp.MAX, group=group)
+    return torch.where(sent[1] > 0, math.nan, sent[0])
