@@ -16,6 +16,7 @@ A test that fails or hangs costs its ranks, which are then replaced; no test eve
 import atexit
 import contextlib
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -96,6 +97,7 @@ class RankContext:
     world_size: int
     directory: Path
     _environment: "ClusterEnvironment | None" = field(default=None, repr=False)
+    _fabrics: "list[Fabric]" = field(default_factory=list, repr=False)
 
     @property
     def environment(self) -> "ClusterEnvironment":
@@ -115,7 +117,13 @@ class RankContext:
         kwargs = {"accelerator": "cpu", "devices": self.world_size, **kwargs}
         fabric = Fabric(plugins=[self.environment, *plugins], **kwargs)
         fabric.launch()
+        self._fabrics.append(fabric)
         return fabric
+
+    def teardown(self) -> None:
+        """Leave what the fabrics of this call have joined: the threads of a group would wait for ever."""
+        for fabric in reversed(self._fabrics):
+            fabric.teardown()
 
     def create_store(self, timeout: timedelta = timedelta(seconds=60)) -> Any:
         """A `FileStore` under a name that no earlier store of this call had."""
@@ -368,6 +376,8 @@ def _call(context: RankContext, payload: bytes) -> Any:
     torch.manual_seed(0)
     function, args, kwargs = pickle.loads(payload)
     result = function(context, *args, **kwargs)
+    context.teardown()
+    gc.collect()  # models hold groups too, and are cycles
     if dist.is_initialized():
         dist.destroy_process_group()
     if dict(os.environ) != environ:

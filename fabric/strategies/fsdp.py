@@ -109,6 +109,11 @@ class FSDPStrategy(ShardedStrategy):
             return mesh
         return sizes.build(self.root_device.type, self.timeout, tensor_dimension=False)
 
+    @property
+    @override
+    def has_users_mesh(self) -> bool:
+        return self.layout.mesh is not None
+
     @override
     def setup_module(self, module: Module) -> Module:
         refuse_sharded(module)

@@ -148,7 +148,7 @@ class ModelParallelStrategy(ShardedStrategy):
 
     @override
     def teardown(self) -> None:
-        if self._context_mesh is not None and self._owns_group:
+        if self._context_mesh is not None:
             release_groups(self._context_mesh)
         self._context = self._context_mesh = None
         super().teardown()

@@ -27,7 +27,7 @@ from fabric.strategies.pipelining.schedules import find_kind, validate_num_micro
 from fabric.strategies.pipelining.shared import SharedGradients, average_gradients
 from fabric.strategies.pipelining.stages import Stage, Stages, create_stages
 from fabric.strategies.sharding.clipping import clip_by_norm, refuse_nonfinite, total_norm
-from fabric.strategies.sharding.mesh import build_mesh, divide
+from fabric.strategies.sharding.mesh import build_mesh, divide, release_groups
 from fabric.utilities.init import skip_init_context
 
 if TYPE_CHECKING:
@@ -211,6 +211,8 @@ class PipelineParallelStrategy(ParallelStrategy):
 
     @override
     def teardown(self) -> None:
+        if self._mesh is not None:
+            release_groups(self._mesh)
         self._mesh = None
         self._tied_groups.clear()
         super().teardown()

@@ -114,6 +114,11 @@ class ShardedStrategy(ParallelStrategy, ABC):
         return self._mesh
 
     @property
+    def has_users_mesh(self) -> bool:
+        """Whether `device_mesh` was made by the user, who may go on with it where the process group does."""
+        return False
+
+    @property
     def sharding_mesh(self) -> DeviceMesh:
         """The dimensions of `device_mesh` over which `fully_shard` splits and replicates."""
         mesh = self.device_mesh
@@ -155,7 +160,7 @@ class ShardedStrategy(ParallelStrategy, ABC):
 
     @override
     def teardown(self) -> None:
-        if self._mesh is not None and self._owns_group:
+        if self._mesh is not None and (self._owns_group or not self.has_users_mesh):
             release_groups(self._mesh)
         self._mesh = None
         self._recordings.clear()
