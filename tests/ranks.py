@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 MAX_RANKS = 4
 START_TIMEOUT = 120.0  # seconds for the nursery to import torch, once a session
+MANY_THREADS = 20  # of a rank, which is then replaced
 GRACE = 1.0  # seconds that the other ranks have to tell their part after the first failure
 # A rank is described by its context alone; what a job around pytest set must not leak in.
 CLUSTER_PREFIXES = ("FABRIC_", "TORCHELASTIC_", "SLURM_", "GROUP_", "ROLE_")
@@ -161,6 +162,14 @@ class _Outcome:
     text: str = ""
 
 
+def _count_threads(pid: int) -> int:
+    """Each group that a call left behind, such as those of a mesh of its own, keeps threads that poll."""
+    try:
+        return len(os.listdir(f"/proc/{pid}/task"))
+    except OSError:  # no Linux
+        return 0
+
+
 class _Pool:
     def __init__(self) -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -201,6 +210,8 @@ class _Pool:
         missing = [rank for rank in range(n) if rank not in outcomes]
         if missing or any(o.failed_at is not None for o in outcomes.values()):
             raise AssertionError("unreachable: `_exchange` returns successes only")
+        if any(_count_threads(rank.pid) > MANY_THREADS for rank in self._ranks):
+            self._discard(len(self._ranks))
         return [outcomes[rank].result for rank in range(n)]
 
     def _fill(self, n: int) -> None:
