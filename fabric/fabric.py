@@ -2,9 +2,8 @@
 """The facade: each method names who does the work."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, Literal, TypeVar, cast, overload
 from weakref import ref
 
@@ -16,11 +15,9 @@ from torch.utils.data import DataLoader
 from fabric import debugging, validation
 from fabric.accelerators import Accelerator, take_inventory
 from fabric.callbacks import Callbacks
-from fabric.checkpoint import load_raw
-from fabric.checkpoint.background import SaveHandle
 from fabric.data import Moving, Ranks, Reading, _FabricDataLoader, sampling_seed, shard_dataloader
 from fabric.evaluation import Agreement
-from fabric.facade import Observe, Place, Talk
+from fabric.facade import Keep, Observe, Place, Talk
 from fabric.loggers import Logger
 from fabric.loggers.ending import finalize_at_exit, saved_after
 from fabric.plan import Arguments, Plan, resolve
@@ -28,11 +25,10 @@ from fabric.plugins.environments import ClusterEnvironment
 from fabric.run_override import launching
 from fabric.strategies import Strategy
 from fabric.strategies.launchers import SubprocessLauncher, create_launcher
-from fabric.utilities.seed import collect_rng_states, seed_everything, set_rng_states
+from fabric.utilities.seed import seed_everything
 from fabric.watching import Screen
 from fabric.wrappers import (
     SetUpObjects,
-    _copy_plain_values,
     _FabricModule,
     _FabricOptimizer,
     _unwrap_compiled,
@@ -42,7 +38,7 @@ from fabric.wrappers import (
 T = TypeVar("T")
 
 
-class Fabric(Place, Talk, Observe):
+class Fabric(Place, Talk, Observe, Keep):
     """Scales a plain PyTorch loop: you keep the loop, Fabric places it on the devices.
 
     Args:
@@ -200,7 +196,8 @@ class Fabric(Place, Talk, Observe):
             module: A plain or compiled module.
             *optimizers: Its optimizers.
             scheduler: A learning-rate scheduler that the strategy has to know about.
-            move_to_device: Whether to move the module to the rank's device.
+            move_to_device: Whether to move the module to the rank's device. What is sharded, or cut into stages, is
+                moved with its parts in any case.
             _reapply_compile: A compiled module is compiled again around what the strategy makes of it.
 
         Returns:
@@ -378,92 +375,6 @@ class Fabric(Place, Talk, Observe):
         return self._strategy.no_backward_sync(
             validation._forward_module_of(module, "no_backward_sync(module)"), enabled
         )
-
-    # keep
-
-    def save(
-        self,
-        path: str | Path,
-        state: Mapping[str, Any],
-        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
-        format: Literal["torch", "sharded", "safetensors"] | None = None,
-        max_shard_size: int | str | None = None,
-        *,
-        blocking: bool = True,
-        busy: Literal["wait", "raise"] = "wait",
-        checksum: bool = False,
-    ) -> SaveHandle:
-        """Write a checkpoint; call it on every rank. A failure is raised on every rank.
-
-        Args:
-            path: A local path or any URL that fsspec knows.
-            state: Names to modules, optimizers, loaders, this `fabric` (RNG of every rank, loss scaler, callbacks),
-                other objects with `state_dict`, plain values, nested as you like.
-            filter: For a name in `state`, a function of (key, value) that says what of it to keep.
-            format: `torch` (one file), `sharded` (a folder to which each rank writes its part) or `safetensors`
-                (weights as Hugging Face writes them, the rest beside them); by default what the strategy says, and
-                `safetensors` for a path that ends so.
-            max_shard_size: The most bytes of one file of weights with `safetensors`; `5GB` by default.
-            blocking: False copies the state and lets a thread write it, while the loop goes on.
-            busy: What to do while an earlier save is still being written: `wait` for it, or `raise`.
-            checksum: Whether `load` shall check that no bit has flipped.
-
-        Returns:
-            A handle: its `done()` says whether the checkpoint is complete, and its `result()` waits for that. An error
-            in between is raised there, or else by the next call that saves or loads, on every rank.
-        """
-        self._require_launch("save")
-        validation._validate_state(state)
-        layout: dict[str, Any] = {"format": format, "max_shard_size": max_shard_size}
-        layout |= {"blocking": blocking, "busy": busy, "checksum": checksum}
-        return self._strategy.save_checkpoint(path, _unwrap_objects(state), filter=filter, **layout)
-
-    def load(
-        self,
-        path: str | Path,
-        state: dict[str, Any] | None = None,
-        strict: bool = True,
-        weights_only: bool = True,
-    ) -> dict[str, Any]:
-        """Restore a checkpoint; call it on every rank.
-
-        Args:
-            path: What was given to `save`.
-            state: The objects to restore, in place, under the names that they were saved with. Plain values are put
-                into this dictionary. Without it everything is returned.
-            strict: Whether each name and each key must be in the file.
-            weights_only: False also unpickles arbitrary objects, which may run code: only for files that you trust.
-
-        Returns:
-            What the file holds beyond `state`.
-        """
-        self._require_launch("load")
-        unwrapped = _unwrap_objects(state)
-        try:
-            return self._strategy.load_checkpoint(path, unwrapped, strict, weights_only)
-        finally:  # an error while restoring says what was restored
-            _copy_plain_values(unwrapped, state)
-
-    def load_raw(self, path: str | Path, obj: Module | Optimizer, strict: bool = True) -> None:
-        """Load a file that holds nothing but the state of one module or optimizer, as plain PyTorch saves it."""
-        self._require_launch("load_raw")
-        load_raw(path, _unwrap_objects(obj), access=self._strategy, io=self._strategy.checkpoint_io, strict=strict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """RNG of every rank, loss scaler and callbacks: what `{"fabric": fabric}` keeps. Call it on every rank."""
-        self._require_launch("state_dict")
-        return {
-            "rng": self._strategy.gather_objects(collect_rng_states()),
-            "precision": self._precision.state_dict(),
-            "callbacks": self._callbacks.state_dict(),
-        }
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; with another number of ranks the RNGs are seeded anew."""
-        self._require_launch("load_state_dict")
-        self._precision.load_state_dict(state_dict["precision"])
-        self._callbacks.load_state_dict(state_dict["callbacks"])
-        set_rng_states(state_dict["rng"], rank=self.global_rank, world_size=self.world_size)
 
 
 def _no_module() -> None:

@@ -82,13 +82,7 @@ def save(
         _validate_filter(filter, state)
         asked = layout_of(path, format, max_shard_size, access, io)
         layout = validated(asked, io, blocking=blocking, busy=busy, checksum=checksum)
-    content = _collect(state, state, access, attempts)
-    places: list[str] = []
-    with attempts:
-        content = _filtered(content, filter or {})
-        if access.is_global_zero or access.state_is_distributed:
-            validate_loadable(content, "state")
-        places = _compared(content, state, access)
+    content, places = _content_of(state, access, attempts, filter)
     layout = _agreed(layout, places, access, attempts)
     if layout == "safetensors":
         save_weights(access.broadcast(path), content, state, access, attempts, max_shard_size)
@@ -105,6 +99,20 @@ def save(
         return access.saves.start(path, write, access, attempts)
     write(access, attempts)
     return finished(path)
+
+
+def _content_of(
+    state: Mapping[str, Any], access: StateAccess, attempts: Attempts, filter: Filter | None
+) -> tuple[Any, list[str]]:
+    """What is to be saved, and the places of tensors that have to be the same on all ranks."""
+    content = _collect(state, state, access, attempts)
+    places: list[str] = []
+    with attempts:
+        content = _filtered(content, filter or {})
+        if access.is_global_zero or access.state_is_distributed:
+            validate_loadable(content, "state")
+        places = _compared(content, state, access)
+    return content, places
 
 
 def _compared(content: Any, state: Any, access: StateAccess) -> list[str]:

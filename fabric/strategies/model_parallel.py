@@ -113,12 +113,12 @@ class ModelParallelStrategy(ShardedStrategy):
             timeout=timeout,
             start_method=start_method,
         )
-        self._asked = {
-            "replicate_size": _validated_size("replicate_size", replicate_size),
-            "data_parallel_size": _validated_size("data_parallel_size", data_parallel_size, auto=True),
-            "context_parallel_size": _validated_size("context_parallel_size", context_parallel_size),
-            "tensor_parallel_size": _validated_size("tensor_parallel_size", tensor_parallel_size, auto=True),
-        }
+        self._asked = _validated_sizes(
+            replicate_size=replicate_size,
+            data_parallel_size=data_parallel_size,
+            context_parallel_size=context_parallel_size,
+            tensor_parallel_size=tensor_parallel_size,
+        )
         _validate_parallelize_fn(parallelize_fn, tensor_parallel_size)
         self._parallelize_fn = parallelize_fn
         self._context_method = validated_method(_CALL, context_parallel_method)
@@ -287,6 +287,12 @@ def _validated_size(name: str, size: Any, *, auto: bool = False) -> Any:
         return size
     choices = "1 or more, or 'auto'" if auto else "1 or more"
     raise ValueError(f"`{_CALL}({name}={size!r})` is not a number of ranks. Write {choices}.")
+
+
+def _validated_sizes(**sizes: Any) -> dict[str, Size]:
+    """The sizes by their arguments; those of data and tensors may be "auto"."""
+    may_be_auto = ("data_parallel_size", "tensor_parallel_size")
+    return {name: _validated_size(name, size, auto=name in may_be_auto) for name, size in sizes.items()}
 
 
 def _validate_parallelize_fn(function: Any, tensor_parallel_size: Any) -> None:

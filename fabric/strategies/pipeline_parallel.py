@@ -18,7 +18,7 @@ from typing_extensions import override
 from fabric.plugins.precision import FSDPPrecision, Precision
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.pipelining.absent import strip
-from fabric.strategies.pipelining.arguments import validate_division, validate_numbers, validated_layout
+from fabric.strategies.pipelining.arguments import validate_division, validate_numbers
 from fabric.strategies.pipelining.division import Shared, divide_tensors
 from fabric.strategies.pipelining.holdings import Holdings, adopt_rank_zero
 from fabric.strategies.pipelining.pipeline import Pipeline
@@ -28,6 +28,7 @@ from fabric.strategies.pipelining.shared import SharedGradients, average_gradien
 from fabric.strategies.pipelining.stages import Stage, Stages, create_stages
 from fabric.strategies.sharding.clipping import clip_by_norm, refuse_nonfinite, total_norm
 from fabric.strategies.sharding.mesh import build_mesh, divide, release_groups
+from fabric.strategies.sharding.options import validated_state_dict_type
 from fabric.utilities.init import skip_init_context
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ class PipelineParallelStrategy(ParallelStrategy):
         self._kind = find_kind(schedule)
         validate_division(split_at, stages, stages_per_rank)
         validate_numbers(num_microbatches, stages_per_rank, pipeline_parallel_size, data_parallel_size)
-        self.state_dict_type = validated_layout(state_dict_type)
+        self.state_dict_type = validated_state_dict_type("PipelineParallelStrategy", state_dict_type)
         self._split_at = None if split_at is None else list(split_at)
         self._stages = stages
         self._num_microbatches = num_microbatches

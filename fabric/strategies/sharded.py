@@ -39,13 +39,12 @@ from fabric.strategies.sharding.clipping import (
 from fabric.strategies.sharding.materialise import started_context
 from fabric.strategies.sharding.mesh import MeshSizes, forget_former_meshes, release_groups
 from fabric.strategies.sharding.optimizers import shard_state, validate_alike, validate_owned
-from fabric.strategies.sharding.options import ShardingArguments
+from fabric.strategies.sharding.options import ShardingArguments, validated_state_dict_type
 from fabric.strategies.sharding.replicas import replicas_of
 from fabric.strategies.sharding.rows import rows_of
 from fabric.strategies.sharding.units import find_units, uncompiled, without_tied
 from fabric.utilities.parameter_names import plain_name
 from fabric.utilities.recording import Recording, recording_context
-from fabric.utilities.spelling import suggest
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -73,12 +72,7 @@ class ShardedStrategy(ParallelStrategy, ABC):
     ) -> None:
         super().__init__(**kwargs)
         sharding = sharding or ShardingArguments(type(self).__name__)
-        if state_dict_type not in ("full", "sharded"):
-            raise ValueError(
-                f"`{sharding.call}(state_dict_type={state_dict_type!r})` is not a layout of checkpoints."
-                f" {suggest(state_dict_type, ('full', 'sharded'))}"
-            )
-        self.state_dict_type = state_dict_type
+        self.state_dict_type = validated_state_dict_type(sharding.call, state_dict_type)
         self.sharding = sharding
         self._mesh: DeviceMesh | None = None
         self._sizes: MeshSizes | None = None

@@ -643,3 +643,24 @@ def test_a_set_up_module_takes_a_full_state():
             "  missing     1.bias\n"
             "  unexpected  x\nTo skip what is missing or unexpected, pass `strict=False`.",
         ]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        (
+            {"use_orig_params": True},
+            "`FSDPStrategy(use_orig_params=...)` belongs to PyTorch's former `FullyShardedDataParallel`; `fully_shard`"
+            " needs no such option. Leave it out.",
+        ),
+        ({"shard_placement_fn": 3}, "`FSDPStrategy(shard_placement_fn=3)` takes a function of a parameter."),
+        (
+            {"ignored_params": [1]},
+            "`FSDPStrategy(ignored_params=...)` takes a set of parameters: `set(model.head.parameters())`.",
+        ),
+    ],
+)
+def test_what_fully_shard_does_not_take_is_refused(options, text):
+    with pytest.raises(TypeError) as error:
+        FSDPStrategy(**options)
+    assert str(error.value) == text

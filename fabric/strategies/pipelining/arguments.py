@@ -2,9 +2,7 @@
 """Checks of what `PipelineParallelStrategy` is given."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
-
-from fabric.utilities.spelling import suggest
+from typing import Any
 
 
 def validate_division(split_at: Any, stages: Any, stages_per_rank: Any) -> None:
@@ -44,20 +42,6 @@ def _is_list(value: Any) -> bool:
 
 def _are_names(value: Any) -> bool:
     return _is_list(value) and all(isinstance(each, str) for each in value)
-
-
-def validated_layout(layout: Any) -> Literal["full", "sharded"]:
-    """The layout of checkpoints.
-
-    Raises:
-        ValueError: If it is none.
-    """
-    if layout not in ("full", "sharded"):
-        raise ValueError(
-            f"`PipelineParallelStrategy(state_dict_type={layout!r})` is not a layout of checkpoints."
-            f" {suggest(layout, ('full', 'sharded'))}"
-        )
-    return layout  # type: ignore[no-any-return]
 
 
 def validate_numbers(num_microbatches: Any, stages_per_rank: Any, pipeline: Any, data: Any) -> None:

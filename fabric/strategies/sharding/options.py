@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
+from torch.nn import Parameter
+
 from fabric.strategies.sharding.units import Policy, validated_policy
 from fabric.utilities.spelling import suggest
 
@@ -15,6 +17,11 @@ if TYPE_CHECKING:
 
 Accumulation = Literal["unsharded", "sharded"]
 _FURTHER = ("ignored_params", "shard_placement_fn")
+# What programs pass to PyTorch's former wrapper class.
+_OF_FORMER = (
+    *("backward_prefetch", "forward_prefetch", "limit_all_gathers", "param_init_fn", "sync_module_states"),
+    *("use_orig_params",),
+)
 
 
 @dataclass(frozen=True)
@@ -96,13 +103,42 @@ def validated_arguments(call: str, *, others: Mapping[str, Any] | None = None, *
         raise ValueError(
             f"`{call}(accumulation={accumulation!r})` is not a way to accumulate. {suggest(str(accumulation), _WAYS)}"
         )
-    for name in others or {}:
-        if name not in _FURTHER:
-            raise TypeError(f"`{call}({name}=...)` is not an argument. {suggest(name, [*given, *_FURTHER])}")
+    for name, value in (others or {}).items():
+        _validate_further(call, name, value, [*given, *_FURTHER])
     return ShardingArguments(call, others=dict(others or {}), **given)
 
 
 _WAYS = ("unsharded", "sharded")
+
+
+def validated_state_dict_type(call: str, layout: Any) -> Literal["full", "sharded"]:
+    """The layout of checkpoints.
+
+    Raises:
+        ValueError: If it is none.
+    """
+    if layout not in ("full", "sharded"):
+        raise ValueError(
+            f"`{call}(state_dict_type={layout!r})` is not a layout of checkpoints."
+            f" {suggest(layout, ('full', 'sharded'))}"
+        )
+    return layout  # type: ignore[no-any-return]
+
+
+def _validate_further(call: str, name: str, value: Any, known: list[str]) -> None:
+    if name in _OF_FORMER:
+        raise TypeError(
+            f"`{call}({name}=...)` belongs to PyTorch's former `FullyShardedDataParallel`; `fully_shard` needs no such"
+            " option. Leave it out."
+        )
+    if name not in _FURTHER:
+        raise TypeError(f"`{call}({name}=...)` is not an argument. {suggest(name, known)}")
+    if name == "shard_placement_fn" and not callable(value):
+        raise TypeError(f"`{call}(shard_placement_fn={value!r})` takes a function of a parameter.")
+    if name == "ignored_params" and not (
+        isinstance(value, set | frozenset) and all(isinstance(each, Parameter) for each in value)
+    ):
+        raise TypeError(f"`{call}(ignored_params=...)` takes a set of parameters: `set(model.head.parameters())`.")
 
 
 def _validate_number(call: str, number: Any) -> None:

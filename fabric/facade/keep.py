@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeping the state of a run."""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from fabric import validation
+from fabric.callbacks import Callbacks
+from fabric.checkpoint import SaveHandle, load_raw
+from fabric.facade.identity import Identity
+from fabric.utilities.seed import collect_rng_states, set_rng_states
+from fabric.wrappers import _copy_plain_values, _unwrap_objects
+
+
+class Keep(Identity):
+    """Checkpoints: call each of these on every rank."""
+
+    _callbacks: Callbacks
+
+    def save(
+        self,
+        path: str | Path,
+        state: Mapping[str, Any],
+        filter: Mapping[str, Callable[[str, Any], bool]] | None = None,
+        format: Literal["torch", "sharded", "safetensors"] | None = None,
+        max_shard_size: int | str | None = None,
+        *,
+        blocking: bool = True,
+        busy: Literal["wait", "raise"] = "wait",
+        checksum: bool = False,
+    ) -> SaveHandle:
+        """Write a checkpoint; call it on every rank. A failure is raised on every rank.
+
+        Args:
+            path: A local path or any URL that fsspec knows.
+            state: Names to modules, optimizers, loaders, this `fabric` (RNG of every rank, loss scaler, callbacks),
+                other objects with `state_dict`, plain values, nested as you like.
+            filter: For a name in `state`, a function of (key, value) that says what of it to keep.
+            format: `torch` (one file), `sharded` (a folder to which each rank writes its part) or `safetensors`
+                (weights as Hugging Face writes them, the rest beside them); by default what the strategy says, and
+                `safetensors` for a path that ends so.
+            max_shard_size: The most bytes of one file of weights with `safetensors`; `5GB` by default.
+            blocking: False copies the state and lets a thread write it, while the loop goes on.
+            busy: What to do while an earlier save is still being written: `wait` for it, or `raise`.
+            checksum: Whether `load` shall check that no bit has flipped.
+
+        Returns:
+            A handle: its `done()` says whether the checkpoint is complete, and its `result()` waits for that. An error
+            in between is raised there, or else by the next call that saves or loads, on every rank.
+        """
+        self._require_launch("save")
+        validation._validate_state(state)
+        layout: dict[str, Any] = {"format": format, "max_shard_size": max_shard_size}
+        layout |= {"blocking": blocking, "busy": busy, "checksum": checksum}
+        return self._strategy.save_checkpoint(path, _unwrap_objects(state), filter=filter, **layout)
+
+    def load(
+        self,
+        path: str | Path,
+        state: dict[str, Any] | None = None,
+        strict: bool = True,
+        weights_only: bool = True,
+    ) -> dict[str, Any]:
+        """Restore a checkpoint; call it on every rank.
+
+        Args:
+            path: What was given to `save`.
+            state: The objects to restore, in place, under the names that they were saved with. Plain values are put
+                into this dictionary. Without it everything is returned.
+            strict: Whether each name and each key must be in the file.
+            weights_only: False also unpickles arbitrary objects, which may run code: only for files that you trust.
+
+        Returns:
+            What the file holds beyond `state`.
+        """
+        self._require_launch("load")
+        unwrapped = _unwrap_objects(state)
+        try:
+            return self._strategy.load_checkpoint(path, unwrapped, strict, weights_only)
+        finally:  # an error while restoring says what was restored
+            _copy_plain_values(unwrapped, state)
+
+    def load_raw(self, path: str | Path, obj: Module | Optimizer, strict: bool = True) -> None:
+        """Load a file that holds nothing but the state of one module or optimizer, as plain PyTorch saves it."""
+        self._require_launch("load_raw")
+        load_raw(path, _unwrap_objects(obj), access=self._strategy, io=self._strategy.checkpoint_io, strict=strict)
+
+    def state_dict(self) -> dict[str, Any]:
+        """RNG of every rank, loss scaler and callbacks: what `{"fabric": fabric}` keeps. Call it on every rank."""
+        self._require_launch("state_dict")
+        return {
+            "rng": self._strategy.gather_objects(collect_rng_states()),
+            "precision": self._precision.state_dict(),
+            "callbacks": self._callbacks.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned; with another number of ranks the RNGs are seeded anew."""
+        self._require_launch("load_state_dict")
+        self._precision.load_state_dict(state_dict["precision"])
+        self._callbacks.load_state_dict(state_dict["callbacks"])
+        set_rng_states(state_dict["rng"], rank=self.global_rank, world_size=self.world_size)
