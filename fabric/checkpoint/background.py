@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-from weakref import WeakSet, ref
+from weakref import ref
 
 import torch.distributed as dist
 
@@ -115,7 +115,9 @@ class BackgroundSaves:
         self._last: SaveHandle | None = None
         self._buffers = Buffers()
         self._group: ref[ProcessGroup] | None = None  # weakly: leaving the default group shall end it
-        _end_with_failure_at_exit()
+        self._has_failed = False  # at the end of the script
+        self._tells = False
+        atexit.register(_end_with_failure, ref(self))  # before the launcher's handlers, so it runs after them
 
     def settle(self, access: StateAccess, busy: Busy = "wait") -> None:
         """Make sure that nothing is being written, and that an error of the last save was heard. Collective.
@@ -169,7 +171,9 @@ class BackgroundSaves:
         finally:
             handle._go(is_wanted)
         self._last = handle
-        _tell_at_exit(self)
+        if not self._tells:
+            self._tells = True
+            atexit.register(_tell, ref(self))  # after the launcher's, so it runs before: they look for an error
         return handle
 
     def close(self) -> None:
@@ -194,6 +198,19 @@ class BackgroundSaves:
             return None
         last.is_told = True
         return last.error
+
+    def tell(self) -> None:
+        """Report the error of a last save as one that nobody caught. Python has waited for the thread by then."""
+        error = self.untold()
+        if error is not None:
+            self._has_failed = True
+            sys.last_value = error
+            sys.excepthook(type(error), error, error.__traceback__)
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `tell` has reported an error."""
+        return self._has_failed
 
     def _group_of(self, access: StateAccess) -> "ProcessGroup | None":
         group = None if self._group is None else self._group()
@@ -241,41 +258,15 @@ def _as_exception(error: BaseException | None) -> Exception | None:
     return RuntimeError(f"{type(error).__name__}: {error}")
 
 
-# The end of the script. Python has waited for the threads by then.
-
-_ONGOING: "WeakSet[BackgroundSaves]" = WeakSet()
-_FAILED: list[BaseException] = []
-_REGISTERED: set[Callable[[], None]] = set()
+def _tell(saves: "ref[BackgroundSaves]") -> None:
+    if (living := saves()) is not None:
+        living.tell()
 
 
-def _register(function: Callable[[], None]) -> None:
-    if function not in _REGISTERED:
-        _REGISTERED.add(function)
-        atexit.register(function)
-
-
-def _tell_at_exit(saves: BackgroundSaves) -> None:
-    _ONGOING.add(saves)
-    _register(_tell)  # after the launcher's handlers, so it runs before: they look for an error of the script
-
-
-def _end_with_failure_at_exit() -> None:
-    _register(_end_with_failure)  # before the launcher's handlers, so it runs after them
-
-
-def _tell() -> None:
-    """Report the error of a last save as one that nobody caught."""
-    for saves in list(_ONGOING):
-        error = saves.untold()
-        if error is not None:
-            _FAILED.append(error)
-            sys.last_value = error
-            sys.excepthook(type(error), error, error.__traceback__)
-
-
-def _end_with_failure() -> None:
+def _end_with_failure(saves: "ref[BackgroundSaves]") -> None:
     """Python's exit code does not depend on what happens in its exit handlers."""
-    if _FAILED:
+    living = saves()
+    if living is not None and living.has_failed:
         logging.shutdown()
         sys.stdout.flush()
         sys.stderr.flush()
