@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fabric.strategies import (
     DDPStrategy,
     FSDPStrategy,
     SingleDeviceStrategy,
+    Strategy,
 )
 
 
@@ -115,3 +117,10 @@ def test_a_strategys_own_checkpoint_io_is_kept():
             self._checkpoint_io = Kept()
 
     assert type(_bound(Own()).checkpoint_io) is Kept
+
+
+def test_the_docs_name_each_hook():
+    page = (Path(__file__).parents[2] / "docs" / "strategies.md").read_text()
+    hooks = {name for name in vars(Strategy) | vars(Strategy.__base__) if not name.startswith("_")}
+    assert len(hooks) > 50
+    assert {name for name in hooks if f"`{name}" not in page} == set()
