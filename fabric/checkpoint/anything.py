@@ -11,17 +11,17 @@ from typing import Any
 from torch import Tensor
 
 from fabric.checkpoint.access import Attempts, StateAccess
-from fabric.checkpoint.flatten import Path
-from fabric.checkpoint.folders import MARKER, is_committed, is_folder, save_folder
-from fabric.checkpoint.later import Later, is_rows, later, replaced
+from fabric.checkpoint.files.safetensors_file import DTYPES
+from fabric.checkpoint.files.torch_file import open_file, read_torch_file, write_torch_file
+from fabric.checkpoint.folder.folders import MARKER, is_committed, is_folder, save_folder
 from fabric.checkpoint.layouts import Format
-from fabric.checkpoint.naming import by_name, by_number
-from fabric.checkpoint.safetensors_file import DTYPES
 from fabric.checkpoint.sources import FolderSource
-from fabric.checkpoint.torch_file import open_file, read_torch_file, write_torch_file
-from fabric.checkpoint.weights import DEFAULT_SHARD_SIZE, Named, in_shards, note, parsed_size, write_weights
-from fabric.checkpoint.weights_folder import SUFFIX, names_in_folder
-from fabric.checkpoint.weights_source import find_files, is_weights_path, read_files_later
+from fabric.checkpoint.state.flatten import Path
+from fabric.checkpoint.state.later import Later, is_rows, later, replaced
+from fabric.checkpoint.state.naming import by_name, by_number
+from fabric.checkpoint.weights.places import SUFFIX, names_in_folder
+from fabric.checkpoint.weights.reading import find_files, is_weights_path, read_files_later
+from fabric.checkpoint.weights.saving import DEFAULT_SHARD_SIZE, Named, in_shards, note, parsed_size, write_weights
 from fabric.plugins.io.whole_file import os_errors_name
 from fabric.utilities.types import PathLike
 

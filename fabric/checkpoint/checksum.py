@@ -18,8 +18,8 @@ from typing import IO, Any
 
 import torch
 
-from fabric.checkpoint.folders import MARKER, is_committed
-from fabric.checkpoint.torch_file import open_file
+from fabric.checkpoint.files.torch_file import open_file
+from fabric.checkpoint.folder.folders import MARKER, is_committed
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.io.refused import key_of_record
 from fabric.plugins.io.torch_io import write_archive
@@ -177,7 +177,7 @@ def _validate_folder(folder: str, weights_only: bool, share: int, shares: int) -
 
 
 def _validate_parts(folder: str, weights_only: bool, share: int, shares: int) -> None:
-    from fabric.checkpoint import dcp  # as slow to import as torch
+    from fabric.checkpoint.folder import dcp  # as slow to import as torch
 
     metadata = dcp.open_metadata(folder, weights_only)
     items = metadata.state_dict_metadata

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fabric.checkpoint.later import Later
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.state.later import Later
+from fabric.checkpoint.state.shards import is_sharded
 
 T = TypeVar("T")
 

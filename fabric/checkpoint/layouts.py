@@ -5,7 +5,7 @@ import os
 from typing import Literal, get_args
 
 from fabric.checkpoint.access import StateAccess
-from fabric.checkpoint.weights_folder import SUFFIX
+from fabric.checkpoint.weights.places import SUFFIX
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.utilities.spelling import suggest
 from fabric.utilities.types import PathLike

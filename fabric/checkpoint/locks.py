@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from fabric.checkpoint.folders import MARKER
+from fabric.checkpoint.folder.folders import MARKER
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.types import PathLike
 

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.flatten import unflatten
-from fabric.checkpoint.folders import MARKER, damaged, is_committed, is_folder
-from fabric.checkpoint.shards import is_sharded, placed_like
-from fabric.checkpoint.weights_source import find_files, is_weights_path, read_files
+from fabric.checkpoint.folder.folders import MARKER, damaged, is_committed, is_folder
+from fabric.checkpoint.state.flatten import unflatten
+from fabric.checkpoint.state.shards import is_sharded, placed_like
+from fabric.checkpoint.weights.reading import find_files, is_weights_path, read_files
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.io.whole_file import os_errors_name
 from fabric.utilities.cloud_io import local_path
@@ -89,7 +89,7 @@ class FolderSource:
     is_weights = False
 
     def __init__(self, path: PathLike, weights_only: bool = True) -> None:
-        from fabric.checkpoint import dcp  # as slow to import as torch
+        from fabric.checkpoint.folder import dcp  # as slow to import as torch
 
         self._dcp = dcp
         self._path = os.fspath(path)

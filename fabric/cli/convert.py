@@ -77,7 +77,7 @@ def rewrite(source: str, target: str, layout: Any, max_shard_size: str | None, *
         raise ValueError(f"`--max-shard-size {max_shard_size}` is for `--format safetensors`. Leave it out.")
 
     from fabric.checkpoint.anything import open_later, tensors_in, write  # torch: not for `fabric --help`
-    from fabric.checkpoint.later import Later
+    from fabric.checkpoint.state.later import Later
     from fabric.strategies import SingleDeviceStrategy
 
     return_large_memory()

@@ -40,7 +40,7 @@ def inspect(options: argparse.Namespace) -> int:
 
 def _show(path: str) -> None:
     from fabric.checkpoint.anything import open_later, tensors_in  # torch: not for `fabric --help`
-    from fabric.checkpoint.later import Later
+    from fabric.checkpoint.state.later import Later
 
     opened = open_later(path)
     leaves = [(".".join(map(str, keys)), value) for keys, value in tensors_in(opened.content)]

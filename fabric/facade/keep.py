@@ -8,9 +8,9 @@ from typing import Any, Literal
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fabric import validation
+from fabric import checkpoint, validation
 from fabric.callbacks import Callbacks
-from fabric.checkpoint import SaveHandle, load_raw
+from fabric.checkpoint.background import SaveHandle
 from fabric.facade.identity import Identity
 from fabric.utilities.seed import collect_rng_states, set_rng_states
 from fabric.wrappers import _copy_plain_values, _unwrap_objects
@@ -87,7 +87,9 @@ class Keep(Identity):
     def load_raw(self, path: str | Path, obj: Module | Optimizer, strict: bool = True) -> None:
         """Load a file that holds nothing but the state of one module or optimizer, as plain PyTorch saves it."""
         self._require_launch("load_raw")
-        load_raw(path, _unwrap_objects(obj), access=self._strategy, io=self._strategy.checkpoint_io, strict=strict)
+        checkpoint.load_raw(
+            path, _unwrap_objects(obj), access=self._strategy, io=self._strategy.checkpoint_io, strict=strict
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """RNG of every rank, loss scaler and callbacks: what `{"fabric": fabric}` keeps. Call it on every rank."""

@@ -16,7 +16,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from fabric.checkpoint.shards import whole
+from fabric.checkpoint.state.shards import whole
 from fabric.plugins.precision import FSDPPrecision, Precision
 from fabric.strategies.parallel import ParallelStrategy
 from fabric.strategies.reduction import ReduceOp

@@ -13,7 +13,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric.checkpoint import load, load_module, load_optimizer, own_names, save, with_names
+from fabric import checkpoint
 from fabric.checkpoint.background import BackgroundSaves, SaveHandle
 from fabric.strategies.bound import Bound
 from fabric.strategies.parameters import ParameterMap
@@ -337,14 +337,14 @@ class Strategy(Bound, ABC):
 
     def load_module_state_dict(self, module: Module, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state into a user's module: full tensors, of which each rank takes its part, or such as it holds."""
-        return load_module(module, state_dict, strict=strict)
+        return checkpoint.load_module(module, state_dict, strict=strict)
 
     def parameter_names(self, optimizer: Optimizer) -> list[list[str]] | None:
         """The plain names of an optimizer's parameters by group; None where nobody knows them.
 
         Saving and loading ask it for optimizers whose module is not saved or loaded with them.
         """
-        return own_names(optimizer)
+        return checkpoint.own_names(optimizer)
 
     def in_plain_order(self, names: list[str]) -> list[str]:
         """The names of parameters from all ranks in the order of the plain model; asked if `state_is_distributed`."""
@@ -352,11 +352,11 @@ class Strategy(Bound, ABC):
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """What this rank holds of an optimizer's state, in PyTorch's own layout, `DTensor`s where it is sharded."""
-        return with_names(optimizer.state_dict(), self.parameter_names(optimizer))
+        return checkpoint.with_names(optimizer.state_dict(), self.parameter_names(optimizer))
 
     def load_optimizer_state(self, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
         """Load a state in PyTorch's own layout, with full tensors or such as this rank holds."""
-        load_optimizer(optimizer, state_dict)
+        checkpoint.load_optimizer(optimizer, state_dict)
 
     def save_checkpoint(
         self,
@@ -372,7 +372,7 @@ class Strategy(Bound, ABC):
         `options` are `blocking`, `busy` and `checksum`, as `fabric.save` takes them.
         """
         options |= {"filter": filter, "format": format, "max_shard_size": max_shard_size}
-        return save(path, state, access=self, io=self._checkpoint_io, **options)
+        return checkpoint.save(path, state, access=self, io=self._checkpoint_io, **options)
 
     def load_checkpoint(
         self,
@@ -382,7 +382,9 @@ class Strategy(Bound, ABC):
         weights_only: bool = True,
     ) -> dict[str, Any]:
         """Restore `state` in place from a file or folder, and return what it did not ask for; collective."""
-        return load(path, state, access=self, io=self._checkpoint_io, strict=strict, weights_only=weights_only)
+        return checkpoint.load(
+            path, state, access=self, io=self._checkpoint_io, strict=strict, weights_only=weights_only
+        )
 
 
 def _parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from fabric.checkpoint import folders, load, load_raw, save
+from fabric.checkpoint import load, load_raw, save
+from fabric.checkpoint.files import swap
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.strategies import SingleDeviceStrategy
 from tests.checkpoint.sharded import Net, full_state, make, optimizer_for, plain, same, train
@@ -199,7 +200,7 @@ def test_a_folder_takes_the_place_of_a_file_and_back(
     in_one_step: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not in_one_step:  # as on a file system that can't do that
-        monkeypatch.setattr(folders, "_exchange", lambda new, target: False)
+        monkeypatch.setattr(swap, "_exchange", lambda new, target: False)
     net, optimizer = plain("adam", 1)
     save(tmp_path / "a", {"net": net}, **FILES)
     saved(tmp_path / "a", steps=2)

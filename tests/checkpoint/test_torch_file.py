@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.later import Later, replaced
-from fabric.checkpoint.torch_file import read_torch_file, write_torch_file
+from fabric.checkpoint.files.torch_file import read_torch_file, write_torch_file
+from fabric.checkpoint.state.later import Later, replaced
 
 
 def content() -> dict[str, Any]:

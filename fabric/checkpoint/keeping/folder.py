@@ -9,7 +9,7 @@ from contextlib import contextmanager, suppress
 
 from typing_extensions import override
 
-from fabric.checkpoint.folders import MARKER
+from fabric.checkpoint.folder.folders import MARKER
 from fabric.checkpoint.locks import being_read, locked_file, reading
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file
 from fabric.utilities.cloud_io import local_path, split_url

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import BatchNorm1d, BatchNorm2d, BatchNorm3d, GroupNorm, LayerNorm, Module, SyncBatchNorm
 from typing_extensions import override
 
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.state.shards import is_sharded
 from fabric.strategies.entry import _Entry
 from fabric.strategies.sharding.units import Units, uncompiled, without_tied
 from fabric.utilities.apply_func import apply_to_tensors

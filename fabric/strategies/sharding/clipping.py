@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.state.shards import is_sharded
 from fabric.utilities.local_parts import local_gradients
 
 if TYPE_CHECKING:

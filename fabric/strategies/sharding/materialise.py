@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
 
-from fabric.checkpoint.shards import copy_shard, is_sharded, whole
+from fabric.checkpoint.state.shards import copy_shard, is_sharded, whole
 from fabric.utilities.init import initialise, no_values, own_tensors, place_name, put_tensors
 from fabric.utilities.parameter_names import plain_name
 from fabric.utilities.recording import Recording, View, recording_context

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.checkpoint.shards import is_sharded, placed_like
+from fabric.checkpoint.state.shards import is_sharded, placed_like
 
 
 def validate_owned(optimizer: Optimizer, known: Collection[int]) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.state.shards import is_sharded
 from fabric.strategies.sharding.tensor import TENSOR
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.state.shards import is_sharded
 from fabric.strategies.sharding.ties import keep_frozen, keep_ties
 
 if TYPE_CHECKING:

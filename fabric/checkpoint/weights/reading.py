@@ -10,10 +10,10 @@ from typing import Any
 
 from torch.nn import Module
 
-from fabric.checkpoint.naming import parts_in
-from fabric.checkpoint.safetensors_file import damaged_file, later_safetensors, read_safetensors
-from fabric.checkpoint.torch_file import read_torch_file
-from fabric.checkpoint.weights_folder import (
+from fabric.checkpoint.files.safetensors_file import damaged_file, later_safetensors, read_safetensors
+from fabric.checkpoint.files.torch_file import read_torch_file
+from fabric.checkpoint.state.naming import parts_in
+from fabric.checkpoint.weights.places import (
     INDEX_SUFFIX,
     SUFFIX,
     Place,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from fabric.checkpoint.access import Attempts, StateAccess
-from fabric.checkpoint.shards import is_sharded, whole
-from fabric.checkpoint.tree import at
+from fabric.checkpoint.state.shards import is_sharded, whole
+from fabric.checkpoint.state.tree import at
 from fabric.utilities.parameter_names import plain_name, rebuilt
 
 

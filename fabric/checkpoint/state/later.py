@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.state.shards import is_sharded
 from fabric.utilities.parameter_names import rebuilt
 
 _CHUNK = 1 << 24

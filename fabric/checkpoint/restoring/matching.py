@@ -12,13 +12,13 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from fabric.checkpoint.access import StateAccess
-from fabric.checkpoint.differences import Differences
-from fabric.checkpoint.naming import by_number, names_in, own_names
-from fabric.checkpoint.optimizers import arranged, filled
-from fabric.checkpoint.restore import custom_loaders
-from fabric.checkpoint.shards import copy_shard, holds_tensor, is_sharded
+from fabric.checkpoint.restoring.differences import Differences
+from fabric.checkpoint.restoring.optimizers import arranged, filled
+from fabric.checkpoint.restoring.restore import custom_loaders
 from fabric.checkpoint.sources import Source
-from fabric.checkpoint.tree import at, holds_stateful, is_stateful
+from fabric.checkpoint.state.naming import by_number, names_in, own_names
+from fabric.checkpoint.state.shards import copy_shard, holds_tensor, is_sharded
+from fabric.checkpoint.state.tree import at, holds_stateful, is_stateful
 from fabric.utilities.parameter_names import rebuilt, under_own_names, with_ties
 from fabric.utilities.types import PathLike
 

@@ -13,8 +13,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.later import Later
-from fabric.checkpoint.torch_file import open_file, read_bytes
+from fabric.checkpoint.files.torch_file import open_file, read_bytes
+from fabric.checkpoint.state.later import Later
 from fabric.plugins.io.whole_file import os_errors_name
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.imports import require_extra

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from fabric.checkpoint.access import Attempts, StateAccess
-from fabric.checkpoint.flatten import Path, flatten, unflatten
-from fabric.checkpoint.naming import all_by_name, by_number, parts_in
-from fabric.checkpoint.shards import whole
-from fabric.checkpoint.tree import at, is_stateful
+from fabric.checkpoint.state.flatten import Path, flatten, unflatten
+from fabric.checkpoint.state.naming import all_by_name, by_number, parts_in
+from fabric.checkpoint.state.shards import whole
+from fabric.checkpoint.state.tree import at, is_stateful
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 

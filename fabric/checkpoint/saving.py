@@ -14,16 +14,16 @@ from fabric.checkpoint.access import Attempts, Ranks, StateAccess
 from fabric.checkpoint.background import Busy, SaveHandle, Write, finished
 from fabric.checkpoint.checksum import write_marked_file
 from fabric.checkpoint.copies import Copies
-from fabric.checkpoint.flatten import Path, flatten
-from fabric.checkpoint.folders import replacing_folder, save_folder
-from fabric.checkpoint.gather import gathered, hash_of, places_of_shards, unlike_shards, with_ties
+from fabric.checkpoint.folder.folders import replacing_folder, save_folder
 from fabric.checkpoint.layouts import Format, layout_of, validated
-from fabric.checkpoint.naming import all_by_name, names_in, parts_in, with_names
-from fabric.checkpoint.plain import validate_loadable
-from fabric.checkpoint.shards import is_sharded
-from fabric.checkpoint.tree import is_stateful
-from fabric.checkpoint.union import merged_groups, places_beside, united, unlike_beside
-from fabric.checkpoint.weights import save_weights
+from fabric.checkpoint.state.flatten import Path, flatten
+from fabric.checkpoint.state.gather import gathered, hash_of, places_of_shards, unlike_shards, with_ties
+from fabric.checkpoint.state.naming import all_by_name, names_in, parts_in, with_names
+from fabric.checkpoint.state.plain import validate_loadable
+from fabric.checkpoint.state.shards import is_sharded
+from fabric.checkpoint.state.tree import is_stateful
+from fabric.checkpoint.state.union import merged_groups, places_beside, united, unlike_beside
+from fabric.checkpoint.weights.saving import save_weights
 from fabric.plugins.io import CheckpointIO
 from fabric.utilities.parameter_names import rebuilt, with_plain_names
 from fabric.utilities.spelling import suggest

@@ -8,8 +8,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from fabric.checkpoint.access import StateAccess
-from fabric.checkpoint.flatten import Path, key_of
-from fabric.checkpoint.tree import is_stateful
+from fabric.checkpoint.state.flatten import Path, key_of
+from fabric.checkpoint.state.tree import is_stateful
 from fabric.utilities.parameter_names import plain_name
 
 Names = list[list[str]]  # one list for each parameter group

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.checkpoint.naming import Names
-from fabric.checkpoint.restore import state_dtype
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.restoring.restore import state_dtype
 from fabric.checkpoint.sources import Source
+from fabric.checkpoint.state.naming import Names
+from fabric.checkpoint.state.shards import is_sharded
 
 Mismatch = Callable[[str, str], None]
 

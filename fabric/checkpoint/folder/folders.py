@@ -6,19 +6,18 @@ at the very end, in one step. So a kill at any moment leaves the old checkpoint 
 without a rename too. What is left of a save that was killed is removed by the next one.
 """
 
-import ctypes
 import os
 import re
 import shutil
-import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from fabric.checkpoint.access import Attempts, Ranks
-from fabric.checkpoint.flatten import Path
-from fabric.checkpoint.weights_folder import is_own_folder, remove_own
+from fabric.checkpoint.files.swap import remove_entry, swap
+from fabric.checkpoint.state.flatten import Path
+from fabric.checkpoint.weights.places import is_own_folder, remove_own
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.io.whole_file import os_errors_name
 from fabric.utilities.cloud_io import local_path, split_url
@@ -68,7 +67,7 @@ def save_folder(
         attempts: Where errors are kept; all ranks raise the first one.
         checksum: Whether readers shall check the sums of the parts.
     """
-    from fabric.checkpoint import dcp  # as slow to import as torch
+    from fabric.checkpoint.folder import dcp  # as slow to import as torch
 
     plan: tuple[str, str, bool] | None = None
     with attempts:
@@ -109,34 +108,6 @@ def replacing_folder(path: PathLike, io: CheckpointIO) -> Iterator[PathLike]:
         swap(beside, folder)
 
 
-def swap(new: str, target: str) -> None:
-    """Put a file where a folder is, or the other way round, and remove what was there."""
-    old = new
-    if not _exchange(new, target):
-        # Between these two steps both, whole, are there under hidden names.
-        old = f"{new}.old"
-        os.rename(target, old)
-        os.rename(new, target)
-    _remove(old)
-    parent, name = os.path.split(target)
-    hidden = re.compile(rf"[.]{{1,2}}{re.escape(name[:60])}[.][0-9a-f]{{8}}[.]tmp([.][0-9a-f]{{8}}[.]tmp|[.]old)?")
-    for entry in filter(hidden.fullmatch, os.listdir(parent)):  # of saves that were killed
-        _remove(os.path.join(parent, entry))
-
-
-def _exchange(new: str, target: str) -> bool:
-    """Whether the two have changed places in one step: Linux can do that, on most of its file systems."""
-    call = getattr(ctypes.CDLL(None), "renameat2", None) if sys.platform == "linux" else None
-    at_working_directory, exchange = -100, 2
-    names = os.fsencode(new), os.fsencode(target)
-    return call is not None and call(at_working_directory, names[0], at_working_directory, names[1], exchange) == 0
-
-
-def _remove(path: str) -> None:
-    with suppress(OSError):
-        shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
-
-
 def _place_for(path: PathLike) -> tuple[str, str, bool]:
     """The folder to write to, the folder inside it for the data, and whether the first one is new."""
     data = f"data-{uuid.uuid4().hex[:8]}"
@@ -170,7 +141,7 @@ def _finish(folder: str, data: str, path: PathLike) -> None:
         return
     for name in os.listdir(folder):
         if _is_old(name, data):
-            _remove(os.path.join(folder, name))
+            remove_entry(os.path.join(folder, name))
     remove_own(folder)
 
 

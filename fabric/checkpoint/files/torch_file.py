@@ -12,7 +12,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.later import Later, is_rows, later, replaced
+from fabric.checkpoint.state.later import Later, is_rows, later, replaced
 from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file
 from fabric.utilities.cloud_io import local_path, split_url

@@ -17,8 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from fabric.checkpoint.safetensors_file import damaged_file, later_safetensors
-from fabric.checkpoint.torch_file import open_file
+from fabric.checkpoint.files.safetensors_file import damaged_file, later_safetensors
+from fabric.checkpoint.files.torch_file import open_file
 from fabric.utilities.cloud_io import local_path, split_url
 from fabric.utilities.types import PathLike
 

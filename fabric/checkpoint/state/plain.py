@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from fabric.checkpoint.shards import is_sharded
-from fabric.checkpoint.tree import at
+from fabric.checkpoint.state.shards import is_sharded
+from fabric.checkpoint.state.tree import at
 
 # Exact types, as pickles name them. A test loads one of each.
 _VALUES = frozenset(

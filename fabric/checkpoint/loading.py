@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from fabric.checkpoint.access import Attempts, StateAccess, add_note
 from fabric.checkpoint.checksum import validate_sums
 from fabric.checkpoint.locks import keeping
-from fabric.checkpoint.matching import Action, Matching
-from fabric.checkpoint.naming import names_in, parts_in
-from fabric.checkpoint.shards import is_sharded
+from fabric.checkpoint.restoring.matching import Action, Matching
 from fabric.checkpoint.sources import Source, open_source
-from fabric.checkpoint.tree import is_stateful
-from fabric.checkpoint.weights_source import for_module_in
+from fabric.checkpoint.state.naming import names_in, parts_in
+from fabric.checkpoint.state.shards import is_sharded
+from fabric.checkpoint.state.tree import is_stateful
+from fabric.checkpoint.weights.reading import for_module_in
 from fabric.plugins.io import CheckpointIO
 from fabric.utilities.parameter_names import plain_name
 from fabric.utilities.types import PathLike

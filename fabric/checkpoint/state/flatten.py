@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.checkpoint.shards import holds_sharded
-from fabric.checkpoint.tree import holds_stateful, is_stateful
+from fabric.checkpoint.state.shards import holds_sharded
+from fabric.checkpoint.state.tree import holds_stateful, is_stateful
 
 Path = tuple[str | int, ...]
 

@@ -14,15 +14,15 @@ from torch import Tensor
 from torch.nn import Module
 
 from fabric.checkpoint.access import Attempts, StateAccess
-from fabric.checkpoint.flatten import key_of
-from fabric.checkpoint.folders import swap
-from fabric.checkpoint.later import Later, is_rows, later, replaced
-from fabric.checkpoint.safetensors_file import DTYPES, in_file_order, write_safetensors
-from fabric.checkpoint.shards import is_sharded, whole
-from fabric.checkpoint.torch_file import write_torch_file
-from fabric.checkpoint.tree import is_stateful
-from fabric.checkpoint.union import united
-from fabric.checkpoint.weights_folder import SUFFIX, NewNames, Place, new_names, place_of, remove_file, remove_others
+from fabric.checkpoint.files.safetensors_file import DTYPES, in_file_order, write_safetensors
+from fabric.checkpoint.files.swap import swap
+from fabric.checkpoint.files.torch_file import write_torch_file
+from fabric.checkpoint.state.flatten import key_of
+from fabric.checkpoint.state.later import Later, is_rows, later, replaced
+from fabric.checkpoint.state.shards import is_sharded, whole
+from fabric.checkpoint.state.tree import is_stateful
+from fabric.checkpoint.state.union import united
+from fabric.checkpoint.weights.places import SUFFIX, NewNames, Place, new_names, place_of, remove_file, remove_others
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.parameter_names import plain_name

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from fabric.checkpoint.folders import MARKER, damaged
+from fabric.checkpoint.folder.folders import MARKER, damaged
 
 # What `pickle` may look up for such a file. Two of the names are private ones of PyTorch's: they are in every file that
 # it writes, so a PyTorch without them could not read its own files.

@@ -10,7 +10,7 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fabric.checkpoint.shards import copy_shard, is_same_memory, is_sharded, placed_like
+from fabric.checkpoint.state.shards import copy_shard, is_same_memory, is_sharded, placed_like
 from fabric.utilities.parameter_names import rebuilt
 
 

@@ -28,10 +28,10 @@ from typing_extensions import override
 
 from fabric.checkpoint.access import Ranks
 from fabric.checkpoint.checksum import sum_of, writing_sums
-from fabric.checkpoint.flatten import Path, key_of
-from fabric.checkpoint.folders import MARKER
-from fabric.checkpoint.later import Later
-from fabric.checkpoint.metadata import read_metadata, validate_sizes
+from fabric.checkpoint.folder.folders import MARKER
+from fabric.checkpoint.folder.metadata import read_metadata, validate_sizes
+from fabric.checkpoint.state.flatten import Path, key_of
+from fabric.checkpoint.state.later import Later
 from fabric.plugins.io.refused import find_refused
 from fabric.plugins.io.whole_file import replacing_file, sync_directory
 from fabric.utilities.cloud_io import local_path, split_url
