@@ -12,10 +12,9 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from fabric import debugging, validation
+from fabric import data, debugging, validation
 from fabric.accelerators import Accelerator, take_inventory
 from fabric.callbacks import Callbacks
-from fabric.data import Moving, Ranks, Reading, _FabricDataLoader, sampling_seed, shard_dataloader
 from fabric.evaluation import Agreement
 from fabric.facade import Keep, Observe, Place, Talk
 from fabric.loggers import Logger
@@ -272,21 +271,21 @@ class Fabric(Place, Talk, Observe, Keep):
         validation._validate_loading(prefetch, uneven)
         strategy = self._strategy
         move = strategy.batch_to_device if move_to_device and strategy.moves_batches else None
-        moving = Moving(self._checks.batches(move), prefetch, strategy.root_device)
-        ranks = Ranks(
+        moving = data.Moving(self._checks.batches(move), prefetch, strategy.root_device)
+        ranks = data.Ranks(
             **strategy.distributed_sampler_kwargs,
             decide=strategy.start_boolean_decision,
             gather=strategy.gather_objects,
         )
-        seeds = strategy.broadcast([sampling_seed(loader) for loader in dataloaders])
+        seeds = strategy.broadcast([data.sampling_seed(loader) for loader in dataloaders])
         wrapped = []
         for loader, seed in zip(dataloaders, seeds, strict=True):
             if isinstance(loader, DataLoader):
                 if use_distributed_sampler:
-                    loader = shard_dataloader(loader, num_replicas=ranks.num_replicas, rank=ranks.rank, seed=seed)
+                    loader = data.shard_dataloader(loader, num_replicas=ranks.num_replicas, rank=ranks.rank, seed=seed)
                 loader = strategy.process_dataloader(loader)
-            reading = Reading(ranks, shard=use_distributed_sampler, uneven=uneven, replay=replay, seed=seed)
-            wrapped.append(_FabricDataLoader(loader, reading=reading, moving=moving))
+            reading = data.Reading(ranks, shard=use_distributed_sampler, uneven=uneven, replay=replay, seed=seed)
+            wrapped.append(data._FabricDataLoader(loader, reading=reading, moving=moving))
         return wrapped[0] if len(wrapped) == 1 else wrapped
 
     # step

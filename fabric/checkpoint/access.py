@@ -4,8 +4,7 @@
 import pickle
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -99,8 +98,7 @@ def add_note(error: BaseException, note: str) -> None:
     vars(error).setdefault("__notes__", []).append(note)
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Report(NamedTuple):
     error: bytes
     faithful: bool
     traceback: str

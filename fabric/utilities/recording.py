@@ -88,8 +88,7 @@ class Step(NamedTuple):
         return self.args[0] if filled else None
 
 
-@dataclass(frozen=True)
-class _Registered:
+class _Registered(NamedTuple):
     """A tensor as a module was given it. Neither is held: a recording must not keep a model in memory."""
 
     module: ref[Module]

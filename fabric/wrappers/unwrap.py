@@ -7,8 +7,9 @@ from typing import Any
 
 from torch.nn import Module
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
-from fabric.data import _FabricDataLoader
+from fabric import data
 from fabric.wrappers.module import _FabricModule
 from fabric.wrappers.optimizer import _FabricOptimizer
 
@@ -17,7 +18,9 @@ def is_wrapped(obj: object) -> bool:
     """Whether `obj` came back from `fabric.setup` or `fabric.setup_dataloaders`."""
     if isinstance(obj, Module):
         return isinstance(_unwrap_compiled(obj)[0], _FabricModule)
-    return isinstance(obj, _FabricOptimizer | _FabricDataLoader)
+    if isinstance(obj, DataLoader):
+        return isinstance(obj, data._FabricDataLoader)
+    return isinstance(obj, _FabricOptimizer)
 
 
 def _unwrap_objects(collection: Any) -> Any:
