@@ -315,6 +315,7 @@ def _failure(n: int, outcomes: dict[int, _Outcome], stacks: dict[int, str], *, t
 # --------------------------------------------------------------------------------------------------------------------
 def _nursery_main() -> None:
     _preload()
+    gc.freeze()  # a rank's collections, one after each call, then pass over what the nursery has imported
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # dead ranks are reaped by the kernel
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes our stdin
     children = []
@@ -333,7 +334,9 @@ def _preload() -> None:
         warnings.simplefilter("ignore")
         import pytest  # noqa: F401
         import torch._dynamo  # (DDP imports it; here it costs its seconds once)
-        import torch.distributed  # noqa: F401
+        import torch.distributed.checkpoint.state_dict
+        import torch.distributed.pipelining
+        import torch.distributed.tensor.experimental  # noqa: F401
 
         with contextlib.suppress(ImportError):  # a broken import shows in the test, with its traceback
             import fabric.fabric  # noqa: F401

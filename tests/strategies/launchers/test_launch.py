@@ -50,7 +50,7 @@ def test_the_script_goes_on_on_every_rank(tmp_path: Path) -> None:
     assert all(fact["unchanged"] for fact in facts)
 
 
-def test_a_second_fabric_joins_the_same_world(tmp_path: Path) -> None:
+def test_further_fabrics_join_the_same_world(tmp_path: Path) -> None:
     done, facts = run(
         tmp_path,
         """
@@ -58,42 +58,53 @@ def test_a_second_fabric_joins_the_same_world(tmp_path: Path) -> None:
         first.launch()
         second = Fabric(accelerator="cpu", devices=2, precision="bf16-mixed")
         second.launch()
+        third = Fabric(accelerator="cpu")  # which says nothing
+        third.launch()
         other = None
         try:
             Fabric(accelerator="cpu", devices=3).launch()
         except (RuntimeError, ValueError) as error:
             other = str(error)
-        write(second, sum=second.all_reduce(torch.ones(1), reduce_op="sum").item(), other=other)
+        sums = [fabric.all_reduce(torch.ones(1), reduce_op="sum").item() for fabric in (second, third)]
+        write(third, sums=sums, why=third.plan.environment.reason, other=other)
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert [fact["sum"] for fact in facts] == [2.0, 2.0]
+    assert [fact["sums"] for fact in facts] == [[2.0, 2.0], [2.0, 2.0]]
+    assert facts[0]["why"] == "this process has launched before"
     assert "devices=3" in facts[0]["other"]
     assert "devices=3" in facts[1]["other"]
 
 
 @pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_a_function_runs_on_every_rank_and_rank_0s_result_comes_back(tmp_path: Path, strategy: str) -> None:
+def test_a_function_runs_on_every_seeded_rank_and_rank_0s_result_comes_back(tmp_path: Path, strategy: str) -> None:
     done, facts = run(
         tmp_path,
         f"""
+        import random
+        from fabric.utilities.seed import workers_are_seeded
+
         def train(fabric, x):
+            drawn = [random.random(), torch.rand(1).item()]
             second = Fabric(accelerator="cpu", devices=2, strategy={strategy!r})
             second.launch(write)
             ones = second.all_reduce(torch.ones(1), reduce_op="sum").item()
-            write(fabric, sum=ones, x=x)
+            write(fabric, sum=ones, x=x, drawn=drawn, seed=torch.initial_seed(), workers=workers_are_seeded())
             return torch.full((1_000_000,), float(fabric.global_rank + x))
 
         if __name__ == "__main__":
             fabric = Fabric(accelerator="cpu", devices=2, strategy={strategy!r})
+            fabric.seed_everything(7, workers=True)
+            torch.rand(3)
             result = fabric.launch(train, 5)
             assert result.shape == (1_000_000,) and result[0] == 5.0
-            print("done")
+            print(json.dumps([random.random(), torch.rand(1).item()]))
         """,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == "done\n"
     assert [(fact["sum"], fact["x"]) for fact in facts] == [(2.0, 5), (2.0, 5)]
+    assert [fact["drawn"] for fact in facts] == [json.loads(done.stdout)] * 2
+    assert [(fact["seed"], fact["workers"]) for fact in facts] == [(7, True)] * 2
 
 
 def test_an_overridden_run_launches(tmp_path: Path) -> None:
@@ -116,43 +127,3 @@ def test_an_overridden_run_launches(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "RESULT\n"
     assert [(fact["sum"], fact["x"]) for fact in facts] == [(2.0, 7), (2.0, 7)]
-
-
-def test_a_second_fabric_that_says_nothing_joins_too(tmp_path: Path) -> None:
-    done, facts = run(
-        tmp_path,
-        """
-        Fabric(accelerator="cpu", devices=2).launch()
-        second = Fabric(accelerator="cpu")
-        second.launch()
-        write(second, sum=second.all_reduce(torch.ones(1), reduce_op="sum").item(), why=second.plan.environment.reason)
-        """,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [fact["sum"] for fact in facts] == [2.0, 2.0]
-    assert facts[0]["why"] == "this process has launched before"
-
-
-@pytest.mark.parametrize("strategy", ["ddp_spawn", "ddp_fork"])
-def test_seeds_reach_the_ranks(tmp_path: Path, strategy: str) -> None:
-    done, facts = run(
-        tmp_path,
-        f"""
-        import random
-        from fabric.utilities.seed import workers_are_seeded
-
-        def draw(fabric):
-            drawn = [random.random(), torch.rand(1).item()]
-            write(fabric, drawn=drawn, seed=torch.initial_seed(), workers=workers_are_seeded())
-
-        if __name__ == "__main__":
-            fabric = Fabric(accelerator="cpu", devices=2, strategy={strategy!r})
-            fabric.seed_everything(7, workers=True)
-            torch.rand(3)
-            fabric.launch(draw)
-            print(json.dumps([random.random(), torch.rand(1).item()]))
-        """,
-    )
-    assert done.returncode == 0, done.stderr
-    assert [fact["drawn"] for fact in facts] == [json.loads(done.stdout)] * 2
-    assert [(fact["seed"], fact["workers"]) for fact in facts] == [(7, True)] * 2
