@@ -15,10 +15,14 @@ from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
+from fabric.strategies.buckets import can_settle, settle
 from fabric.strategies.entry import _Entry
 from fabric.strategies.parallel import ParallelStrategy
 
 Hook = Callable[..., Any]
+
+# With the first one `DistributedDataParallel` keeps its first buckets; with the others it is not known how it behaves.
+_OWN_BUCKETS = ("find_unused_parameters", "static_graph", "mixed_precision", "delay_all_reduce_named_params")
 
 
 class DDPStrategy(ParallelStrategy):
@@ -79,6 +83,9 @@ class DDPStrategy(ParallelStrategy):
         device_ids = [self.root_device.index] if self.root_device.type == "cuda" else None
         ddp = DistributedDataParallel(_Entry(module), device_ids=device_ids, **self.ddp_kwargs)
         _keep_group_longer_than(ddp)
+        rebuilds = self.world_size > 2 and not any(map(self.ddp_kwargs.get, _OWN_BUCKETS))  # a sum of two has no order
+        if rebuilds and self.reduce_boolean_decision(can_settle(module)):
+            settle(ddp)
         if self._comm_hook is not None:
             ddp.register_comm_hook(self._comm_state, self._comm_hook)
         return ddp

@@ -155,6 +155,27 @@ def test_no_backward_sync_is_over_after_it():
     assert run_ranks(2, _no_sync) == [[0.0, 0.5, 0.5], [1.0, 0.5, 0.5]]
 
 
+def _setup_with(context, hooked_rank):
+    """Set up a module whose parameter has a gradient, and on one rank a hook, and take one step."""
+    fabric = context.fabric(strategy=DDPStrategy())
+    module = torch.nn.Linear(2, 1, bias=False)
+    module.weight.grad = torch.full((1, 2), float(context.rank))
+    calls = []
+    if context.rank == hooked_rank:
+        module.weight.register_post_accumulate_grad_hook(calls.append)
+    model = fabric.setup(module)
+    after_setup = len(calls), module.weight.grad.tolist()
+    model.zero_grad()
+    fabric.backward(model(torch.ones(1, 2)).sum())
+    return after_setup, len(calls), module.weight.grad.tolist()
+
+
+@pytest.mark.parametrize("hooked_rank", [None, 1])
+def test_buckets_are_settled_without_a_trace(hooked_rank):
+    for rank, result in enumerate(run_ranks(3, _setup_with, hooked_rank)):
+        assert result == ((0, [[float(rank)] * 2]), int(rank == hooked_rank), [[1.0, 1.0]])
+
+
 def _teardown(context):
     fabric = context.fabric(strategy="ddp")
     assert dist.is_initialized()
