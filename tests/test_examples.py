@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples and the first program of the docs, with few steps, started as a user starts them."""
 
+import contextlib
 import importlib.util
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +16,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.processes.jobs import python
 from tests.ranks import RankContext, run_ranks
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,31 +76,31 @@ def test_gpt_in_two_processes_has_the_same_losses(
 
 
 @pytest.mark.ranks
-def test_gpt_sharded_over_two_processes_has_the_same_losses_and_goes_on(
+def test_gpt_sharded_over_two_processes_is_killed_and_goes_on_in_one_and_in_four(
     reference: tuple[Path, list[tuple[float, ...]]], tmp_path: Path
 ) -> None:
-    start = train(tmp_path, "--devices", "2", "--strategy", "fsdp", "--steps", "4")
-    rest = train(tmp_path, "--devices", "2", "--strategy", "fsdp", "--resume")
-    assert torch.allclose(torch.tensor(start + rest), torch.tensor(reference[1]), atol=5e-4)
-
-
-def test_gpt_killed_and_resumed_ends_with_the_very_same_weights(
-    reference: tuple[Path, list[tuple[float, ...]]], tmp_path: Path
-) -> None:
-    command = [sys.executable, "-u", GPT, *FLAGS]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step    4"):
-                process.kill()  # before, while or after the checkpoint of this step is written
-    assert process.returncode == -signal.SIGKILL
-    losses = train(tmp_path, "--resume")
-    assert losses[-1] == reference[1][-1]
-    expected, resumed = (torch.load(cwd / "runs/gpt/checkpoint.pt") for cwd in (reference[0], tmp_path))
-    assert resumed["curve"] == expected["curve"]
-    assert all(torch.equal(resumed["model"][name], value) for name, value in expected["model"].items())
+    words = (GPT, *FLAGS, "--devices", "2", "--strategy", "fsdp")
+    job = python("-u", *words, folder=tmp_path)
+    try:
+        job.until(lambda: "\nstep    4" in job.stdout, "step 4")
+        for pid in job.living():  # before, while or after the checkpoint of this step is written
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        job.wait()
+    finally:
+        job.close()
+    shutil.copytree(tmp_path / "runs", tmp_path / "four" / "runs")
+    for count, cwd in (("1", tmp_path), ("4", tmp_path / "four")):
+        job = python(GPT, *FLAGS, "--devices", count, "--strategy", "fsdp", "--resume", folder=cwd)
+        try:
+            job.until(lambda job=job: job.process.poll() is not None, "the end")  # type: ignore[misc]
+            assert job.wait() == 0, job.stderr
+        finally:
+            job.close()
+        assert job.stderr.count(f"saved by 2 ranks, and this run has {count}") == job.stderr.count("Warning:") == 1
+        resumed = [tuple(map(float, line)) for line in LOSSES.findall(job.stdout)]
+        assert resumed[-1][0] == 6
+        assert torch.allclose(torch.tensor(resumed), torch.tensor(reference[1][-len(resumed) :]), atol=5e-4)
 
 
 @pytest.mark.ranks

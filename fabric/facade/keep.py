@@ -79,6 +79,8 @@ class Keep(Identity):
         """
         self._require_launch("load")
         unwrapped = _unwrap_objects(state)
+        if isinstance(unwrapped, dict):  # the random numbers last: restoring an object of the user's may draw some
+            unwrapped = dict(sorted(unwrapped.items(), key=lambda entry: entry[1] is self))
         try:
             return self._strategy.load_checkpoint(path, unwrapped, strict, weights_only)
         finally:  # an error while restoring says what was restored
@@ -94,15 +96,32 @@ class Keep(Identity):
     def state_dict(self) -> dict[str, Any]:
         """RNG of every rank, loss scaler and callbacks: what `{"fabric": fabric}` keeps. Call it on every rank."""
         self._require_launch("state_dict")
+        gathered = self._strategy.gather_objects((collect_rng_states(), self._share_of_batches()))
+        rng, shares = map(list, zip(*gathered, strict=True))
         return {
-            "rng": self._strategy.gather_objects(collect_rng_states()),
+            "rng": rng,
+            "shares": shares,
             "precision": self._precision.state_dict(),
             "callbacks": self._callbacks.state_dict(),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned; with another number of ranks the RNGs are seeded anew."""
+        """Restore what `state_dict` returned; with ranks in another number or layout the RNGs are seeded anew."""
         self._require_launch("load_state_dict")
         self._precision.load_state_dict(state_dict["precision"])
         self._callbacks.load_state_dict(state_dict["callbacks"])
-        set_rng_states(state_dict["rng"], rank=self.global_rank, world_size=self.world_size)
+        own = self._share_of_batches()
+        shares = self._strategy.gather_objects(own)
+        set_rng_states(
+            state_dict["rng"],
+            rank=self.global_rank,
+            world_size=self.world_size,
+            data_rank=own[0],
+            same_layout=state_dict.get("shares", shares) == shares,
+        )
+
+    def _share_of_batches(self) -> list[int]:
+        """What this rank has of the batches: its data rank, of how many parts of a sequence, and whether in stages."""
+        strategy = self._strategy
+        data_rank: int = strategy.distributed_sampler_kwargs["rank"]
+        return [data_rank, strategy.context_parallel_size, int(strategy.state_is_distributed)]

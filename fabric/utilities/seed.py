@@ -146,30 +146,44 @@ def collect_rng_states(*, devices: bool = True) -> dict[str, Any]:
     states: dict[str, Any] = {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state()}
     if devices and torch.cuda.is_available() and torch.cuda.is_initialized():
         states["cuda"] = torch.cuda.get_rng_state_all()
+        states["cuda_device"] = torch.cuda.current_device()
     if devices and torch.backends.mps.is_available():
         states["mps"] = torch.mps.get_rng_state()
     return states
 
 
-def set_rng_states(states: Sequence[Mapping[str, Any]], *, rank: int = 0, world_size: int = 1) -> None:
+def set_rng_states(
+    states: Sequence[Mapping[str, Any]],
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    data_rank: int | None = None,
+    same_layout: bool = True,
+) -> None:
     """Take back what `collect_rng_states` returned on each rank.
 
     With another number of ranks no state belongs to anybody: each rank is then seeded anew, from rank 0's old state and
-    its own rank, and rank 0 warns.
+    its own place, and rank 0 warns. So it is where as many ranks share out the batches in another way.
 
     Args:
         states: One entry per rank of the run that collected them.
         rank: Global rank of this process.
         world_size: Number of ranks now.
+        data_rank: Ranks with the same one draw alike when they are seeded anew, as those of a tensor group have to; by
+            default the global rank.
+        same_layout: Whether the ranks share out batches as those did that collected the states.
     """
-    if len(states) == world_size:
+    if len(states) == world_size and same_layout:
         _set_rng_states(states[rank])
         return
+    now, before = f"this run has {world_size}", "with as many ranks as before"
+    if len(states) == world_size:
+        now, before = "this run's share batches in another way", "with the strategy of before"
     rank_zero_warn(
-        f"The states of the random number generators were saved by {len(states)} ranks, and this run has {world_size}."
-        " Each rank is seeded anew from them; a run with as many ranks as before would continue to the last bit."
+        f"The states of the random number generators were saved by {len(states)} ranks, and {now}."
+        f" Each rank is seeded anew from them; a run {before} would continue to the last bit."
     )
-    _seed_all(derive_seed(*states[0]["torch"].tolist(), rank) & MAX_SEED)
+    _seed_all(derive_seed(*states[0]["torch"].tolist(), rank if data_rank is None else data_rank) & MAX_SEED)
 
 
 def _set_rng_states(states: Mapping[str, Any]) -> None:
@@ -181,6 +195,8 @@ def _set_rng_states(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(states["cuda"][: torch.cuda.device_count()])
+        if "cuda_device" in states:  # this rank's device may have had another number
+            torch.cuda.set_rng_state(states["cuda"][states["cuda_device"]])
     if "mps" in states and torch.backends.mps.is_available():
         torch.mps.set_rng_state(states["mps"])
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A run that is killed in the middle of an epoch, with augmentation in workers, goes on to the bit."""
+"""A run over a stream, killed in the middle of an epoch, with augmentation in workers, goes on to the bit.
+
+Data with indices: tests/checkpoint/test_resume.py.
+"""
 
 import os
 import random
@@ -11,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
 from fabric import Fabric
 
@@ -23,14 +25,6 @@ ROOT = Path(__file__).resolve().parents[2]
 def augmented(number: int) -> torch.Tensor:
     noise = torch.rand(3) + random.random() + float(np.random.rand())
     return torch.full((3,), float(number)) + noise
-
-
-class Indexed(Dataset[Any]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return augmented(index)
 
 
 class Streamed(IterableDataset[Any]):
@@ -50,15 +44,11 @@ class Streamed(IterableDataset[Any]):
         self.start = state["last"] + 1
 
 
-KINDS: dict[str, Any] = {"indexed": (Indexed, {"shuffle": True}), "streamed": (Streamed, {})}
-
-
-def train(path: str, kind: str, *, die_at: int | None) -> Any:
+def train(path: str, *, die_at: int | None) -> Any:
     """Two epochs; saves after each step."""
     fabric = Fabric(accelerator="cpu", devices=1)
     fabric.seed_everything(11, workers=True, verbose=False)
-    make, options = KINDS[kind]
-    loader = fabric.setup_dataloaders(DataLoader(make(), batch_size=3, num_workers=2, **options))
+    loader = fabric.setup_dataloaders(DataLoader(Streamed(), batch_size=3, num_workers=2))
     model, optimizer = torch.nn.Sequential(torch.nn.Dropout(0.5), torch.nn.Linear(3, 1)), None
     optimizer = torch.optim.Adam(model.parameters())
     model, optimizer = fabric.setup(model, optimizer)
@@ -78,12 +68,11 @@ def train(path: str, kind: str, *, die_at: int | None) -> Any:
     return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_run_goes_on_to_the_bit(kind: str, tmp_path: Path) -> None:
-    whole = train(str(tmp_path / "whole.pt"), kind, die_at=None)
+def test_a_killed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    whole = train(str(tmp_path / "whole.pt"), die_at=None)
     path = str(tmp_path / "killed.pt")
-    program = f"from tests.data.test_killed import train; train({path!r}, {kind!r}, die_at=11)"
+    program = f"from tests.data.test_killed import train; train({path!r}, die_at=11)"
     killed = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert torch.load(path)["step"] == 11
-    assert train(path, kind, die_at=None) == whole
+    assert train(path, die_at=None) == whole

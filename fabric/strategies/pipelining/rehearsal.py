@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -112,12 +114,15 @@ def _without_traces(stage: Stage, device: torch.device) -> Iterator[None]:
         for tensor in tensors
         if isinstance(tensor, torch.nn.Parameter) and not tensor.requires_grad and tensor.is_floating_point()
     ]
+    drawn = random.getstate(), np.random.get_state()
     try:
         for parameter in frozen:
             parameter.requires_grad_(True)
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield
     finally:
+        random.setstate(drawn[0])
+        np.random.set_state(drawn[1])
         for parameter in frozen:
             parameter.requires_grad_(False)
         with torch.no_grad():
