@@ -4,8 +4,9 @@
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import memory, report, steppability
+from benchmarks import checkpoint, checkpoint_rows, checkpoint_ways, memory, report, steppability
 from benchmarks.ddp import measured_by_job
 from benchmarks.libraries import _fabric, _raw, tiny
 
@@ -60,3 +61,26 @@ def test_a_model_that_starts_on_the_meta_device_never_takes_more_than_a_shard_an
     rows = {way: memory._row(way, peaks[way], ranks=2, blocks=8) for way in memory.NAMES}
     assert [way for way, row in rows.items() if row.met is False] == []
     assert max(peaks["constructor"]) < 0.7 * 8 * memory.MIB_OF_BLOCK < min(peaks["real"])
+
+
+@pytest.mark.parametrize(("suffix", "library"), [("ckpt", "raw"), ("ckpt", "fabric"), ("safetensors", "fabric")])
+def test_a_measured_save_and_load_of_a_checkpoint_bring_the_values_back(tmp_path, suffix, library):
+    if suffix == "safetensors":
+        pytest.importorskip("safetensors")
+    model, optimizer = checkpoint_ways.TINY.build()
+    job = checkpoint.Job(suffix, library, tmp_path, model, optimizer)
+    job.save()
+    saved = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight.zero_()
+    job.load()
+    assert torch.equal(model[0].weight, saved)
+
+
+def test_bounds_of_checkpoints_are_against_the_same_by_hand():
+    times = {"raw": [1.0, 2.0], "fabric": [1.1, 2.2], "lightning": [3.0, 6.0]}
+    assert [row.met for row in checkpoint_rows.time_rows("save", times)] == [False, None]
+    peaks = {"raw": 100.0, "fabric": 101.0, "lightning": 200.0}
+    assert [row.met for row in checkpoint_rows.peak_rows("save", peaks, checkpoint_ways.TINY)] == [True, None]
+    held = {"blocking": [1.0, 2.0], "held": [0.1, 0.2], "held by hand": [0.5, 1.0]}
+    assert [row.met for row in checkpoint_rows.held_rows_of("save", held)] == [True, None]
