@@ -83,11 +83,12 @@ def _version(path: PathLike) -> str:
 
 def _open_folder(path: PathLike) -> Opened:
     source = FolderSource(path)
+    places = source.places()
 
     def on_demand(tensor: Tensor) -> Any:
         if tensor.device.type != "meta":
             return later(tensor) if is_rows(tensor) else tensor
-        return Later(tensor.shape, tensor.dtype, lambda: source.fetch(tensor))
+        return Later(tensor.shape, tensor.dtype, lambda: source.fetch(tensor), places.get(id(tensor)))
 
     content = replaced(source.content, on_demand)
     folder = os.fspath(path).rstrip("/")

@@ -4,7 +4,8 @@
 `torch.save` writes zip archives, in which each record has its CRC-32; PyTorch's reader does not look at it. Folders
 hold one such archive for each part of a tensor. So the sums are there already, and what `checksum=True` adds is a mark
 that says that readers shall check them: the comment of the archive, and in a folder the end of `.metadata`, with the
-sum of the metadata itself. PyTorch's own readers take no notice of either.
+sum of the metadata itself. PyTorch's own readers take no notice of either. Files of `safetensors` have no sums: they
+get some in their metadata (`weights/checking.py`).
 """
 
 import errno
@@ -18,8 +19,11 @@ from typing import IO, Any
 
 import torch
 
+from fabric.checkpoint.files.sums import MARK
 from fabric.checkpoint.files.torch_file import open_file
-from fabric.checkpoint.folder.folders import MARKER, is_committed
+from fabric.checkpoint.folder.folders import MARKER, is_committed, is_folder
+from fabric.checkpoint.weights.checking import ADVICE, validate_weights
+from fabric.checkpoint.weights.reading import find_files, is_weights_path
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.io.refused import key_of_record
 from fabric.plugins.io.torch_io import write_archive
@@ -27,14 +31,13 @@ from fabric.plugins.io.whole_file import os_errors_name, replacing_file
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.types import PathLike
 
-_MARK = b"fabric checksums: crc32"
 _END = 22  # bytes of the last record of a zip archive without a comment, whose last two are the comment's length
 _CHUNK = 1 << 20
 
 
 def sum_of(metadata: bytes) -> bytes:
     """What follows the metadata of a folder in its file."""
-    return _MARK + f" {zlib.crc32(metadata):08x}".encode()
+    return MARK + f" {zlib.crc32(metadata):08x}".encode()
 
 
 @contextmanager
@@ -81,7 +84,7 @@ class _Marked:
 
     def close(self) -> None:
         """Write the end, with the comment."""
-        self._file.write(self._last[:-2] + len(_MARK).to_bytes(2, "little") + _MARK)
+        self._file.write(self._last[:-2] + len(MARK).to_bytes(2, "little") + MARK)
 
 
 def validate_sums(path: PathLike, io: CheckpointIO, weights_only: bool = True, share: int = 0, shares: int = 1) -> None:
@@ -104,6 +107,9 @@ def validate_sums(path: PathLike, io: CheckpointIO, weights_only: bool = True, s
         if is_committed(path):
             _validate_folder(os.fspath(path), weights_only, share, shares)
             return
+        if is_weights_path(path) or is_folder(path):
+            _validate_weights(path, share, shares)
+            return
         try:
             file = open_file(path)
         except (FileNotFoundError, IsADirectoryError, NotADirectoryError):
@@ -113,31 +119,44 @@ def validate_sums(path: PathLike, io: CheckpointIO, weights_only: bool = True, s
                 _validate_file(file, path, share, shares)
 
 
+def _validate_weights(path: PathLike, share: int, shares: int) -> None:
+    """Those of `safetensors`, and what stands beside them, which is a file of `torch.save`."""
+    try:
+        files = find_files(path)
+    except FileNotFoundError:
+        return  # as above
+    if files is None or not files.are_safetensors or not validate_weights(files, share, shares) or files.rest is None:
+        return
+    rest = files.place.at(files.rest)
+    with open_file(rest) as file:
+        if not _is_marked(file):
+            raise ValueError(f"`{rest}` is damaged: the mark at its end, of checksums, is not there. {ADVICE}")
+        _validate_file(file, rest, share, shares)
+
+
 def _is_marked(file: IO[bytes]) -> bool:
-    if file.seek(0, io.SEEK_END) < len(_MARK):
+    if file.seek(0, io.SEEK_END) < len(MARK):
         return False
-    file.seek(-len(_MARK), io.SEEK_END)
-    return file.read() == _MARK
+    file.seek(-len(MARK), io.SEEK_END)
+    return file.read() == MARK
 
 
 def _validate_file(file: IO[bytes], path: PathLike, share: int, shares: int) -> None:
     name = os.fspath(path)
-    with _zip_errors(f"`{name}` is damaged: it has flipped bits in its list of contents. {_ADVICE}"):
+    with _zip_errors(f"`{name}` is damaged: it has flipped bits in its list of contents. {ADVICE}"):
         archive = zipfile.ZipFile(file)
     with archive:
-        for number, record in enumerate(sorted(archive.infolist(), key=_is_of_tensor)):
-            if _is_of_tensor(record) and number % shares != share:
+        for number, record in enumerate(sorted(archive.infolist(), key=is_of_tensor)):
+            if is_of_tensor(record) and number % shares != share:
                 continue
             if not _is_whole(archive, record):
-                key = key_of_record(file, record.filename) if _is_of_tensor(record) else None
+                key = key_of_record(file, record.filename) if is_of_tensor(record) else None
                 what = record.filename if key is None else key
-                raise ValueError(f"`{name}` is damaged: the checksum of `{what}` does not match its bytes. {_ADVICE}")
+                raise ValueError(f"`{name}` is damaged: the checksum of `{what}` does not match its bytes. {ADVICE}")
 
 
-_ADVICE = "Load another checkpoint."
-
-
-def _is_of_tensor(record: zipfile.ZipInfo) -> bool:
+def is_of_tensor(record: zipfile.ZipInfo) -> bool:
+    """Whether a record holds the numbers of a tensor."""
     return "/data/" in record.filename
 
 
@@ -169,10 +188,10 @@ def _validate_folder(folder: str, weights_only: bool, share: int, shares: int) -
     with open_file(_inside(folder, MARKER)) as file:
         written = file.read()
     metadata = written[: -len(sum_of(b""))]
-    if not written[len(metadata) :].startswith(_MARK):
+    if not written[len(metadata) :].startswith(MARK):
         return
     if written != metadata + sum_of(metadata):
-        raise ValueError(f"`{folder}` is damaged: the checksum of its `{MARKER}` does not match its bytes. {_ADVICE}")
+        raise ValueError(f"`{folder}` is damaged: the checksum of its `{MARKER}` does not match its bytes. {ADVICE}")
     _validate_parts(folder, weights_only, share, shares)
 
 
@@ -186,10 +205,10 @@ def _validate_parts(folder: str, weights_only: bool, share: int, shares: int) ->
         if dcp.is_tensor(items.get(index.fqn)) and number % shares != share:
             continue
         with open_file(_inside(folder, place.relative_path)) as file:
-            if not _is_whole_archive(_Slice(file, place.offset, place.length)):
+            if not _is_whole_archive(Slice(file, place.offset, place.length)):
                 raise ValueError(
                     f"`{_inside(folder, place.relative_path)}` is damaged: the checksum of `{index.fqn}` does not match"
-                    f" its bytes. {_ADVICE}"
+                    f" its bytes. {ADVICE}"
                 )
 
 
@@ -209,7 +228,7 @@ def _is_whole_archive(part: io.RawIOBase) -> bool:
         return all(_is_whole(archive, record) for record in archive.infolist())
 
 
-class _Slice(io.RawIOBase):
+class Slice(io.RawIOBase):
     """A part of an open file, as a file."""
 
     def __init__(self, file: IO[bytes], start: int, length: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from fabric.checkpoint.state.later import Later
+from fabric.checkpoint.state.later import Later, replaced
 from fabric.checkpoint.state.shards import is_sharded
 
 T = TypeVar("T")
@@ -68,6 +68,11 @@ class LaterShard(Later):
         return self._like  # type: ignore[no-any-return]
 
 
+def is_apart(value: Any) -> bool:
+    """Whether a value is a sharded tensor, or a copy of this rank's part of one."""
+    return isinstance(value, LaterShard) or is_sharded(value)
+
+
 class Copies:
     """Makes one copy of a state. Tensors that are one in the state, under several names, are one in the copy.
 
@@ -90,6 +95,13 @@ class Copies:
         self._wait()
         self._buffers.end()
         return copied
+
+    def of_shards(self, content: T) -> T:
+        """The same content with copies of this rank's parts of what is sharded; all else is not copied."""
+        shards = replaced(content, lambda tensor: self.of_tensor(tensor) if is_sharded(tensor) else tensor)
+        self._wait()
+        self._buffers.end()
+        return shards  # type: ignore[no-any-return]
 
     @torch.no_grad()
     def of_tensor(self, tensor: Tensor) -> Any:

@@ -51,13 +51,12 @@ def layout_of(
     return layout
 
 
-def validated(layout: Format, io: CheckpointIO, *, blocking: bool, busy: str, checksum: bool) -> Format:
+def validated(layout: Format, io: CheckpointIO, *, busy: str, checksum: bool) -> Format:
     """The form of a checkpoint, unless it does not go together with how it shall be written.
 
     Args:
         layout: The form.
         io: What writes files.
-        blocking: What the user said.
         busy: What the user said.
         checksum: What the user said.
 
@@ -66,12 +65,6 @@ def validated(layout: Format, io: CheckpointIO, *, blocking: bool, busy: str, ch
     """
     if busy not in ("wait", "raise"):
         raise ValueError(f"`fabric.save(..., busy={busy!r})` is unknown. {suggest(busy, ('wait', 'raise'))}")
-    if layout == "safetensors" and (checksum or not blocking):
-        option = "checksum=True" if checksum else "blocking=False"
-        raise ValueError(
-            f"`fabric.save(..., {option})` does not go together with `safetensors`. Leave it out, or write"
-            " `format='torch'`."
-        )
     if checksum and layout == "torch" and not isinstance(io, TorchCheckpointIO):
         raise ValueError(
             f"`fabric.save(..., checksum=True)`: files are written by `{type(io).__name__}` here, which has a format of"

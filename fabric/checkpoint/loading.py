@@ -70,6 +70,7 @@ def load(
             content = for_module_in(source.content, state) if source.is_weights else source.content
             remainder = matching.match_dict({} if state is None else _validate_state(state), content, "state")
             matching.raise_differences(path)
+            source.validate({} if state is None else remainder, *_share(state, access))
             actions = matching.actions
             if state is None:
                 remainder = source.fetch(remainder)
@@ -116,19 +117,28 @@ def load_raw(
             matching = Matching(source, obj, access, strict=strict, elsewhere=elsewhere)
             matching.match_stateful(obj, _state_of_one(obj, source), "obj")
             matching.raise_differences(path)
+            source.validate({}, *_share(obj, access))
             actions = matching.actions
         attempts.agree(access)
         _restore(actions, attempts, access)
 
 
 def _open(path: PathLike, state: Any, access: StateAccess, io: CheckpointIO, weights_only: bool) -> Source:
-    """A file is read in parts where this rank needs only a part."""
+    validate_sums(path, io, weights_only, *_share(state, access))
+    return open_source(path, io, weights_only=weights_only, mapped=_needs_parts(state, access))
+
+
+def _needs_parts(state: Any, access: StateAccess) -> bool:
+    """Whether this rank needs a part of a file only, and so reads and checks a part only."""
     parts = [part for _, part in parts_in(state)]
     tensors = (t for part in parts for t in (part.parameters() if isinstance(part, Module) else _parameters(part)))
-    mapped = access.state_is_distributed or any(map(is_sharded, tensors))
-    shares = access.world_size if mapped else 1  # each rank reads a part only, and checks a part only
-    validate_sums(path, io, weights_only, access.global_rank % shares, shares)
-    return open_source(path, io, weights_only=weights_only, mapped=mapped)
+    return access.state_is_distributed or any(map(is_sharded, tensors))
+
+
+def _share(state: Any, access: StateAccess) -> tuple[int, int]:
+    """Which share of the checks is this rank's, and of how many."""
+    shares = access.world_size if _needs_parts(state, access) else 1
+    return access.global_rank % shares, shares
 
 
 def _parameters(optimizer: Optimizer) -> list[Any]:

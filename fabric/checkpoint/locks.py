@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from fabric.checkpoint.folder.folders import MARKER
+from fabric.checkpoint.weights.places import markers_in
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.types import PathLike
 
@@ -13,6 +14,8 @@ try:
     import fcntl
 except ImportError:  # Windows, where an open file cannot be removed anyway
     fcntl = None  # type: ignore[assignment]
+
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # a pipe would wait for somebody at its other end
 
 
 @contextmanager
@@ -22,7 +25,7 @@ def reading(path: str) -> Iterator[bool]:
     Where the file system has no locks, `being_read` is always False.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY | _AT_ONCE)
     except FileNotFoundError:
         yield False
         return
@@ -34,7 +37,11 @@ def reading(path: str) -> Iterator[bool]:
 
 def locked_file(path: str) -> str:
     """The file of a checkpoint that is locked while it is read, and that makes it complete."""
-    return os.path.join(path, MARKER) if os.path.isdir(path) else path
+    if not os.path.isdir(path):
+        return path
+    marker = os.path.join(path, MARKER)
+    others = [] if os.path.exists(marker) else markers_in(path)
+    return os.path.join(path, others[0]) if others else marker
 
 
 @contextmanager
@@ -53,7 +60,7 @@ def being_read(path: str) -> Iterator[bool]:
     """Whether somebody is `reading` the file. If not, nobody begins inside."""
     try:
         # Network file systems want write access for this lock.
-        descriptor = os.open(path, os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY)
+        descriptor = os.open(path, (os.O_RDWR if os.access(path, os.W_OK) else os.O_RDONLY) | _AT_ONCE)
     except FileNotFoundError:
         yield False
         return

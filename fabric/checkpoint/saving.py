@@ -23,7 +23,7 @@ from fabric.checkpoint.state.plain import validate_loadable
 from fabric.checkpoint.state.shards import is_sharded
 from fabric.checkpoint.state.tree import is_stateful
 from fabric.checkpoint.state.union import merged_groups, places_beside, united, unlike_beside
-from fabric.checkpoint.weights.saving import save_weights
+from fabric.checkpoint.weights.saving import plan_weights, save_weights
 from fabric.plugins.io import CheckpointIO
 from fabric.utilities.parameter_names import rebuilt, with_plain_names
 from fabric.utilities.spelling import suggest
@@ -81,17 +81,19 @@ def save(
     with attempts:
         _validate_filter(filter, state)
         asked = layout_of(path, format, max_shard_size, access, io)
-        layout = validated(asked, io, blocking=blocking, busy=busy, checksum=checksum)
+        layout = validated(asked, io, busy=busy, checksum=checksum)
     content, places = _content_of(state, access, attempts, filter)
     layout = _agreed(layout, places, access, attempts)
-    if layout == "safetensors":
-        save_weights(access.broadcast(path), content, state, access, attempts, max_shard_size)
-        return finished(path)
     copies = None if blocking else access.saves.copies()
-    if layout == "sharded":
+    write: Write
+    if layout == "safetensors":
+        target = access.broadcast(path)
+        plan = plan_weights(target, content, state, access, attempts, max_shard_size, copies)
+        write = partial(save_weights, target, plan, checksum)
+    elif layout == "sharded":
         flat = _flat(content, state, access, attempts)
         target = access.broadcast(path)
-        write: Write = partial(_save_folder, target, _copied(flat, copies, attempts), checksum)
+        write = partial(_save_folder, target, _copied(flat, copies, attempts), checksum)
     else:
         whole = _whole(content, state, access, attempts, copies, gather=bool(places))
         write = partial(_save_file, path, _copied(whole, copies, attempts), io, checksum)

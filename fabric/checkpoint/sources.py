@@ -3,7 +3,7 @@
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fabric.checkpoint.folder.folders import MARKER, damaged, is_committed, is_folder
 from fabric.checkpoint.state.flatten import unflatten
+from fabric.checkpoint.state.later import replaced
 from fabric.checkpoint.state.shards import is_sharded, placed_like
 from fabric.checkpoint.weights.reading import find_files, is_weights_path, read_files
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -38,6 +39,15 @@ class Source(Protocol):
     def fill(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Read into the first of each pair what the second, a tensor of a folder's content, stands for."""
 
+    def validate(self, others: Any, share: int = 0, shares: int = 1) -> None:
+        """Raise if what is to be read can't be, as far as that can be told without reading its numbers.
+
+        Args:
+            others: The part of the content that nobody asks for.
+            share: Which of the parts of tensors to look at.
+            shares: How many ranks divide them among themselves.
+        """
+
     def fetch(self, value: Any, like: Any = None) -> Any:
         """A part of the content with its values; tensors are sharded where those in `like`, at the same place, are."""
 
@@ -60,6 +70,9 @@ class FileSource:
 
     def fill(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Nothing is left to read."""
+
+    def validate(self, others: Any, share: int = 0, shares: int = 1) -> None:
+        """It was read already."""
 
     def fetch(self, value: Any, like: Any = None) -> Any:
         """The value, with copies of what belongs to the file."""
@@ -111,6 +124,24 @@ class FolderSource:
     def _read(self, wanted: dict[str, Tensor | None]) -> dict[str, Any]:
         with os_errors_name(self._path):
             return self._dcp.read(self._path, self._metadata, wanted, self._weights_only) if wanted else {}
+
+    def validate(self, others: Any, share: int = 0, shares: int = 1) -> None:
+        """Look at the parts of a local folder; over a URL that would take as long as reading them."""
+        left: set[str] = set()
+        replaced(others, lambda tensor: left.add(self._keys.get(id(tensor), "")))
+        local = local_path(self._path)
+        if local is not None:
+            from fabric.checkpoint.folder.parts import validate_parts  # as slow to import as torch
+
+            with os_errors_name(self._path):
+                validate_parts(local, self._metadata, self._stand_ins.keys() - left, self._path, share, shares)
+
+    def places(self) -> dict[int, Hashable]:
+        """By the id of each tensor of the content, where it lies: that of one with several names is the same."""
+        parts: dict[str, list[Any]] = {}
+        for index, place in self._metadata.storage_data.items():
+            parts.setdefault(index.fqn, []).append((tuple(index.offset or ()), place.relative_path, place.offset))
+        return {number: tuple(sorted(parts[key])) for number, key in self._keys.items() if key in parts}
 
     def fill(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Read into the first of each pair what the second stands for; of a shard, this rank's part only."""

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from fabric import Fabric
 from fabric.checkpoint.copies import Buffers, Copies
-from tests.checkpoint.sharded import Net, full_state, make, optimizer_for, same, train
+from tests.checkpoint.sharded import WORLD, Net, full_state, make, optimizer_for, same, train
 from tests.ranks import RankContext, run_ranks
 
 GATE = threading.Event()
@@ -45,6 +45,7 @@ class Gated(LocalFileSystem):
 fsspec.register_implementation("gated", Gated, clobber=True)
 
 LAYOUTS = [("single", "full"), ("single", "sharded"), ("ddp", "full"), ("ours2", "full"), ("ours2", "sharded")]
+LAYOUTS += [("single", "safetensors"), ("ddp", "safetensors"), ("ours2", "safetensors"), ("tp_fsdp", "safetensors")]
 
 
 def texts(error: str) -> str:
@@ -73,12 +74,13 @@ def one_process(path: Path) -> tuple[Fabric, Any, Any, dict[str, Any]]:
 
 def _save_and_go_on(context: RankContext, layout: str, type: str, path: str) -> tuple[Any, Any]:
     GATE.clear()
-    fabric, net, optimizer = make(context, layout, "adam", seed=1, type=type)
+    options: Any = {"format": "safetensors"} if type == "safetensors" else {}
+    fabric, net, optimizer = make(context, layout, "adam", seed=1, type="full" if options else type)
     train(net, optimizer, 0)
     history = [0.5, {"loss": torch.ones(3)}]
     state = {"net": net, "optimizer": optimizer, "history": history, "step": 1}
-    fabric.save(f"{path}-blocking", state)
-    handle = fabric.save(f"gated://{path}", state, blocking=False)
+    fabric.save(f"{path}-blocking", state, **options)
+    handle = fabric.save(f"gated://{path}", state, blocking=False, **options)
     was_done = handle.done()
     train(net, optimizer, 1)
     history[1]["loss"].zero_()
@@ -104,8 +106,7 @@ def equal(a: Any, b: Any) -> bool:
 @pytest.mark.ranks
 @pytest.mark.parametrize(("layout", "type"), LAYOUTS)
 def test_what_the_loop_changes_meanwhile_is_not_in_it(layout: str, type: str, tmp_path: Path) -> None:
-    n = 1 if layout == "single" else 2
-    for content, expected in run_ranks(n, _save_and_go_on, layout, type, str(tmp_path / "a")):
+    for content, expected in run_ranks(WORLD[layout], _save_and_go_on, layout, type, str(tmp_path / "a")):
         assert content["step"] == 1
         assert len(content["history"]) == 2
         assert content["history"][0] == 0.5
@@ -222,9 +223,8 @@ def test_a_second_one_waits_or_is_refused_on_all_ranks(tmp_path: Path) -> None:
     [
         ({"busy": "refuse"}, "`fabric.save(..., busy='refuse')` is unknown. Choose one of 'wait', 'raise'."),
         (
-            {"blocking": False, "format": "safetensors"},
-            "`fabric.save(..., blocking=False)` does not go together with `safetensors`. Leave it out, or write"
-            " `format='torch'`.",
+            {"blocking": False, "format": "safetensors", "max_shard_size": "many"},
+            "`max_shard_size='many'` is no size. Write a number of bytes, or one as in `'5GB'`.",
         ),
     ],
 )
@@ -288,22 +288,25 @@ def _limited(context: RankContext, layout: str, type: str, path: str, failing: i
     """One rank may write 2 KB at most, as on a full disk."""
     import resource
 
-    fabric, net, _ = make(context, layout, "adam", seed=1, type=type)
-    fabric.save(path, {"net": net, "step": 1})
+    options: Any = {"format": "safetensors"} if type == "safetensors" else {}
+    fabric, net, _ = make(context, layout, "adam", seed=1, type="full" if options else type)
+    fabric.save(path, {"net": net, "step": 1}, **options)
     nn.init.zeros_(net.module.up.weight)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     if fabric.global_rank == failing:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1024, limits[1]))
     try:
-        return error_of(fabric.save(path, {"net": net, "step": 2}, blocking=False).result)
+        return error_of(fabric.save(path, {"net": net, "step": 2}, blocking=False, **options).result)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(("layout", "type", "failing"), [("ddp", "full", 0), ("ours2", "sharded", 1)])
+@pytest.mark.parametrize(
+    ("layout", "type", "failing"), [("ddp", "full", 0), ("ours2", "sharded", 1), ("ours2", "safetensors", 0)]
+)
 def test_a_full_disk_leaves_the_old_one(layout: str, type: str, failing: int, tmp_path: Path) -> None:
     path = tmp_path / "a"
     text = f"[Errno 27] File too large: '{path}'"
@@ -359,33 +362,6 @@ def test_an_error_surfaces_at_the_end(tmp_path: Path) -> None:
     assert f"FileExistsError: [Errno 17] File exists: '{tmp_path}/file/a'" in done.stderr
     assert done.returncode == 1
     assert done.stdout == "the end\n"
-
-
-KILLED = """
-fabric.launch()
-for step in range(10_000):
-    state = {"values": torch.full((300_000,), float(step)), "step": step}
-    handle = fabric.save(path, state, format=kind, blocking=False)
-    state["values"].fill_(-1)
-    if step:
-        print(step, flush=True)  # the one before is complete
-"""
-
-
-@pytest.mark.parametrize("kind", ["torch", "sharded"])
-@pytest.mark.parametrize("after", [1, 2, 5])
-def test_a_kill_leaves_a_complete_one(kind: str, after: int, tmp_path: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT + KILLED, str(tmp_path / "a"), "1", kind]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        for _ in range(after):
-            process.stdout.readline()
-        process.kill()
-        said = after + len(process.stdout.read().split())
-    fabric, *_ = one_process(tmp_path)
-    content = fabric.load(tmp_path / "a")
-    assert content["step"] >= said - 1
-    assert torch.equal(content["values"], torch.full((300_000,), float(content["step"])))
 
 
 @pytest.mark.ranks

@@ -247,12 +247,6 @@ def test_what_can_not_be(tmp_path: Path) -> None:
     )
     with pytest.raises(ValueError, match=texts(text)):
         save(tmp_path / "a", {}, checksum=True, access=SingleDeviceStrategy(), io=Foreign())
-    text = (
-        "`fabric.save(..., checksum=True)` does not go together with `safetensors`. Leave it out, or write"
-        " `format='torch'`."
-    )
-    with pytest.raises(ValueError, match=texts(text)):
-        save(tmp_path / "a", {}, checksum=True, format="safetensors", **WITH["file"])
 
 
 def _load_flipped(context: RankContext, path: str, type: str) -> tuple[str, bool]:

@@ -630,8 +630,6 @@ def save_and_load(context, function, layout, options, plain_file):
 @pytest.mark.parametrize(
     ("function", "world_size", "options"),
     [
-        (split_layers, 2, {}),
-        (split_sequence, 2, {}),
         (split_sequence, 4, {"tensor_parallel_size": 2}),
         (split_layers, 4, {"tensor_parallel_size": 2, "replicate_size": 2}),
         (split_and_shard, 4, {"tensor_parallel_size": 2}),

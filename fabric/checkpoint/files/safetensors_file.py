@@ -7,12 +7,14 @@ Reading a local file is the package's own; it maps the file, so that of a tensor
 import json
 import os
 import struct
+import zlib
 from collections.abc import Iterable, Mapping
 from typing import IO, Any
 
 import torch
 from torch import Tensor
 
+from fabric.checkpoint.files.sums import noted, sealed
 from fabric.checkpoint.files.torch_file import open_file, read_bytes
 from fabric.checkpoint.state.later import Later
 from fabric.plugins.io.whole_file import os_errors_name
@@ -47,13 +49,16 @@ def in_file_order(tensors: Iterable[tuple[str, Later]]) -> list[tuple[str, Later
     return sorted(tensors, key=lambda entry: -entry[1].dtype.itemsize)
 
 
-def write_safetensors(tensors: Iterable[tuple[str, Later]], metadata: Mapping[str, str], file: IO[bytes]) -> None:
+def write_safetensors(
+    tensors: Iterable[tuple[str, Later]], metadata: Mapping[str, str], file: IO[bytes], checksum: bool = False
+) -> None:
     """Write a file, one tensor after the other.
 
     Args:
         tensors: By name, in the order of `in_file_order`; each is read once, when its turn has come.
         metadata: Text that is kept with them.
-        file: Open for writing.
+        file: Open for writing; with `checksum` one that can go back to its beginning.
+        checksum: Whether readers shall check sums.
     """
     entries = list(tensors)
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
@@ -62,12 +67,29 @@ def write_safetensors(tensors: Iterable[tuple[str, Later]], metadata: Mapping[st
         places = [end, end + tensor.nbytes]
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": places}
         end += tensor.nbytes
+    if checksum:  # the same length as below
+        header["__metadata__"] |= noted([0] * len(entries))
+    file.write(_as_bytes(header))
+    sums = [_write_tensor(tensor, file, checksum) for _, tensor in entries]
+    if checksum:
+        header["__metadata__"] |= noted(sums)
+        file.seek(0)
+        file.write(sealed(_as_bytes(header)))
+
+
+def _as_bytes(header: Mapping[str, Any]) -> bytes:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
-    for _, tensor in entries:
-        for chunk in tensor.chunks():
-            file.write(chunk)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _write_tensor(tensor: Later, file: IO[bytes], checksum: bool) -> int:
+    number = 0
+    for chunk in tensor.chunks():
+        if checksum:
+            number = zlib.crc32(chunk, number)
+        file.write(chunk)
+    return number
 
 
 def read_safetensors(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]:
@@ -89,7 +111,7 @@ def read_safetensors(path: PathLike) -> tuple[dict[str, Tensor], dict[str, str]]
                 with open_file(path) as file:
                     data = file.read()
                 return load(data), _metadata_in(data)
-            with open(local, "rb"):  # the package's own error for a missing file has no number
+            with open_file(local):  # the package's own error for a missing file has no number
                 pass
             with safe_open(local, framework="pt", device="cpu") as opened:
                 names = opened.keys()
@@ -129,8 +151,10 @@ def later_safetensors(path: PathLike) -> tuple[dict[str, Later], dict[str, str]]
     try:
         header = json.loads(text)
         metadata = dict(header.pop("__metadata__", None) or {})
+        if not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError("its metadata are no texts")
         tensors = {name: _entry(path, 8 + length, size, entry) for name, entry in header.items()}
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError, OverflowError) as error:
         raise damaged_file(path, f"{type(error).__name__}: {error}") from error
     return tensors, metadata
 

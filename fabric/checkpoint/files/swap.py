@@ -8,6 +8,8 @@ import shutil
 import sys
 from contextlib import suppress
 
+from fabric.plugins.io.whole_file import remove_stale
+
 
 def swap(new: str, target: str) -> None:
     """Put a file where a folder is, or the other way round, and remove what was there."""
@@ -18,10 +20,16 @@ def swap(new: str, target: str) -> None:
         os.rename(target, old)
         os.rename(new, target)
     remove_entry(old)
+    remove_hidden(target)
+
+
+def remove_hidden(target: str) -> None:
+    """Remove what saves to the same place that were killed left beside it, once the place is taken by a whole one."""
     parent, name = os.path.split(target)
     hidden = re.compile(rf"[.]{{1,2}}{re.escape(name[:60])}[.][0-9a-f]{{8}}[.]tmp([.][0-9a-f]{{8}}[.]tmp|[.]old)?")
-    for entry in filter(hidden.fullmatch, os.listdir(parent)):  # of saves that were killed
-        remove_entry(os.path.join(parent, entry))
+    for entry in filter(hidden.fullmatch, os.listdir(parent)):
+        path = os.path.join(parent, entry)
+        remove_stale(path) if os.path.isfile(path) else remove_entry(path)
 
 
 def _exchange(new: str, target: str) -> bool:

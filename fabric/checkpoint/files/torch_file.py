@@ -15,7 +15,7 @@ from torch import Tensor
 from fabric.checkpoint.state.later import Later, is_rows, later, replaced
 from fabric.plugins.io import TorchCheckpointIO
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.utilities.cloud_io import local_path, open_remote, validate_is_file
 from fabric.utilities.types import PathLike
 
 _ALIGNMENT = 64  # as PyTorch's own, so that a mapped file gives aligned tensors
@@ -38,21 +38,22 @@ _STORAGES = {
 }
 
 
-def write_torch_file(content: Any, path: PathLike) -> None:
+def write_torch_file(content: Any, path: PathLike, comment: bytes = b"") -> None:
     """Write what `torch.save(content, path)` writes, but bring each `Later` in it only when its turn has come.
 
-    A file that is there is replaced when the new one is complete.
+    A file that is there is replaced when the new one is complete. PyTorch takes no notice of a `comment`.
     """
     with replacing_file(path, {}) as file:
-        write_torch_archive(content, file)
+        write_torch_archive(content, file, comment)
 
 
-def write_torch_archive(content: Any, file: IO[bytes]) -> None:
+def write_torch_archive(content: Any, file: IO[bytes], comment: bytes = b"") -> None:
     """The same into an open file. Each `Later` is read once, in the order in which they stand in `content`."""
     structure = io.BytesIO()
     pickler = _Pickler(structure)
     pickler.dump(content)
     with zipfile.ZipFile(file, "w") as archive:
+        archive.comment = comment
         _add(archive, file, "archive/data.pkl", structure.getvalue())
         _add(archive, file, "archive/byteorder", sys.byteorder.encode())
         for number, record in enumerate(pickler.records):
@@ -131,10 +132,10 @@ def _is_archive(path: PathLike) -> bool:
 def open_file(path: PathLike) -> Any:
     """A local or remote file, open for reading bytes."""
     local = local_path(path)
-    if local is not None:
-        return open(local, "rb")
-    filesystem, inner = split_url(path)
-    return filesystem.open(inner, "rb")
+    if local is None:
+        return open_remote(path)
+    validate_is_file(local)
+    return open(local, "rb")
 
 
 def _from_file(tensor: Tensor, path: PathLike) -> Any:

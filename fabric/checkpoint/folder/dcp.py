@@ -7,8 +7,9 @@ Importing it costs as much as importing torch, so whoever needs this module impo
 import dataclasses
 import os
 import pickle
+import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from io import BytesIO
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 # Not exported, but documented and the only way to write to a URL. `tests/checkpoint/test_folders.py` writes to one.
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, FileSystemReader, FileSystemWriter
@@ -28,13 +29,15 @@ from typing_extensions import override
 
 from fabric.checkpoint.access import Ranks
 from fabric.checkpoint.checksum import sum_of, writing_sums
-from fabric.checkpoint.folder.folders import MARKER
+from fabric.checkpoint.folder.folders import MARKER, damaged_data
 from fabric.checkpoint.folder.metadata import read_metadata, validate_sizes
+from fabric.checkpoint.folder.ties import give_second_names, second_names, told
 from fabric.checkpoint.state.flatten import Path, key_of
 from fabric.checkpoint.state.later import Later
+from fabric.plugins.io.contents import in_short, records_of, validate_nesting
 from fabric.plugins.io.refused import find_refused
-from fabric.plugins.io.whole_file import replacing_file, sync_directory
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.plugins.io.whole_file import first_errors, replacing_file, sync_directory
+from fabric.utilities.cloud_io import is_object_store, local_path, split_url
 
 
 def write(folder: str, data: str, flat: Mapping[Path, Any], access: Ranks, checksum: bool = False) -> None:
@@ -51,6 +54,7 @@ def write(folder: str, data: str, flat: Mapping[Path, Any], access: Ranks, check
     if any(isinstance(value, Later) for value in flat.values()):
         writer.per_thread_copy_ahead = 0  # none is asked for before the former one is written
     writer.checksum = checksum
+    writer.order = [key_of(path) for path in flat]
     with _own_errors(), writing_sums() if checksum else nullcontext():
         if access.world_size == 1:
             _write_alone(writer, _SavePlanner(flat))
@@ -93,7 +97,13 @@ def read(
     reader = (_LocalReader if local_path(folder) is not None else _RemoteReader)(local_path(folder) or folder)
     reader.known = metadata
     with _own_errors(), _quiet():
-        load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
+        try:
+            load(dict(wanted), storage_reader=reader, planner=planner, no_dist=True)
+        except CheckpointException as error:
+            first = error.failures[min(error.failures)][0]
+            if first is planner.error or isinstance(first, OSError) or not isinstance(first, Exception):
+                raise
+            raise damaged_data(folder, in_short(first)) from first
     return planner.values
 
 
@@ -120,9 +130,10 @@ def open_metadata(folder: str, weights_only: bool = True) -> Metadata:
 
 def _local_size(path: str) -> int | None:
     try:
-        return os.stat(path).st_size
+        found = os.stat(path)
     except FileNotFoundError:
         return None
+    return found.st_size if stat.S_ISREG(found.st_mode) else None
 
 
 def is_tensor(item: Any) -> bool:
@@ -165,11 +176,12 @@ class _SavePlanner(DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        self.state_dict = {
-            key_of(path): value.stand_in() if isinstance(value, Later) else value for path, value in self._flat.items()
-        }
-        self._later = {key_of(path): value for path, value in self._flat.items() if isinstance(value, Later)}
-        self.mappings = {key_of(path): path for path in self._flat}
+        seconds = second_names(self._flat)
+        own = {key_of(path): value for path, value in self._flat.items() if path not in seconds}
+        self.state_dict = {key: value.stand_in() if isinstance(value, Later) else value for key, value in own.items()}
+        self._later = {key: value for key, value in own.items() if isinstance(value, Later)}
+        self.mappings: dict[str, Any] = {key_of(path): path for path in self._flat}
+        self.mappings |= told({key_of(second): key_of(first) for second, first in seconds.items()})
         self.is_coordinator = is_coordinator
 
     @override
@@ -191,7 +203,14 @@ class _Committing(FileSystemWriter):
 
     folder: str
     data: str
+    order: Sequence[str] = ()
     checksum = False
+
+    @override
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        """On each rank. What an error came from does not travel with it to the others."""
+        with first_errors():
+            return super().write_data(plan, planner)
 
     @override
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
@@ -205,6 +224,7 @@ class _Committing(FileSystemWriter):
             for results_of_rank in results
             for result in results_of_rank
         }
+        give_second_names(metadata, self.order)
         if local_path(self.folder) is not None:
             sync_directory(os.path.join(self.folder, self.data))
         with replacing_file(os.path.join(self.folder, MARKER), {}) as file:
@@ -221,10 +241,30 @@ class _LocalWriter(_Committing):
         self.folder, self.data = folder, data
 
 
+class _Files(FileSystem):
+    """Where there are only objects, PyTorch would make a bucket, and complete the upload of a half-written file."""
+
+    @override
+    def mkdir(self, path: Any) -> None:
+        assert self.fs is not None
+        if not is_object_store(self.fs):
+            super().mkdir(path)
+
+    @override
+    @contextmanager
+    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
+        assert self.fs is not None
+        whole = mode == "wb" and is_object_store(self.fs)
+        with replacing_file(path, {}) if whole else super().create_stream(path, mode) as stream:
+            yield stream
+
+
 class _RemoteWriter(FsspecWriter, _Committing):
     def __init__(self, folder: str, data: str) -> None:
         # Where nothing can be synced, PyTorch would sync all disks of the machine instead.
         super().__init__(f"{folder}/{data}", sync_files=False)
+        self.fs = _Files()  # type: ignore[assignment]  # as PyTorch itself assigns it
+        self.fs.init_path(self.path)
         self.folder, self.data = folder, data
 
 
@@ -250,6 +290,7 @@ class _LoadPlanner(DefaultLoadPlanner):
     def __init__(self, folder: str, weights_only: bool) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
         self.values: dict[str, Any] = {}
+        self.error: Exception | None = None
         self._folder = folder
         self._weights_only = weights_only
 
@@ -257,15 +298,18 @@ class _LoadPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: Any, value: BytesIO) -> None:
         key = read_item.dest_index.fqn
         try:
+            records_of(value)
             self.values[key] = torch.load(value, map_location="cpu", weights_only=self._weights_only)
+            validate_nesting(self.values[key])
         except pickle.UnpicklingError as error:
             refused = find_refused(value) if self._weights_only else None
             if refused is None:
                 raise
             inner = "" if refused.key == "(the whole file)" else refused.key
-            raise pickle.UnpicklingError(
+            self.error = pickle.UnpicklingError(
                 f"`{self._folder}` holds an object under `{key}{inner}` that needs `{refused.type}`, and that is not"
                 " loaded by default, since unpickling it can run code. If you trust the folder, pass"
                 " `weights_only=False`, or allow the type alone with"
                 f" `torch.serialization.add_safe_globals([{refused.type.rpartition('.')[2]}])`."
-            ) from error
+            )
+            raise self.error from error

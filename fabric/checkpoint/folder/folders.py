@@ -15,12 +15,12 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from fabric.checkpoint.access import Attempts, Ranks
-from fabric.checkpoint.files.swap import remove_entry, swap
+from fabric.checkpoint.files.swap import remove_entry, remove_hidden, swap
 from fabric.checkpoint.state.flatten import Path
 from fabric.checkpoint.weights.places import is_own_folder, remove_own
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.io.whole_file import os_errors_name
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.utilities.cloud_io import is_object_store, local_path, open_remote, split_url
 from fabric.utilities.types import PathLike
 
 MARKER = ".metadata"  # `torch.distributed.checkpoint`'s own name for it
@@ -52,6 +52,11 @@ def damaged(path: str, what: str) -> ValueError:
         f"`{path}` can't be read as a checkpoint. Its `{MARKER}` is damaged, or was not written by `fabric.save` or"
         f" `torch.distributed.checkpoint` ({what})."
     )
+
+
+def damaged_data(path: str, what: str) -> ValueError:
+    """The error for a folder whose data are not what its metadata says."""
+    return ValueError(f"`{path}` can't be read as a checkpoint. It is damaged or incomplete: {what}.")
 
 
 def save_folder(
@@ -99,6 +104,8 @@ def replacing_folder(path: PathLike, io: CheckpointIO) -> Iterator[PathLike]:
     local = local_path(path)
     if local is None or not isinstance(io, TorchCheckpointIO) or not _is_checkpoint(local):
         yield path
+        if local is not None and isinstance(io, TorchCheckpointIO) and os.path.isfile(local):
+            remove_hidden(os.path.realpath(local))
         return
     folder = os.path.realpath(local)
     parent, name = os.path.split(folder)
@@ -143,6 +150,7 @@ def _finish(folder: str, data: str, path: PathLike) -> None:
         if _is_old(name, data):
             remove_entry(os.path.join(folder, name))
     remove_own(folder)
+    remove_hidden(folder)
 
 
 def _is_old(name: str, data: str) -> bool:
@@ -152,6 +160,9 @@ def _is_old(name: str, data: str) -> bool:
 
 def _remove_old_remote(path: PathLike, data: str) -> None:
     filesystem, inner = split_url(path)
+    if is_object_store(filesystem) and filesystem.isfile(inner):  # it can lie beside a folder of its name
+        with suppress(OSError):
+            filesystem.rm_file(inner)
     for entry in filesystem.ls(inner, detail=False):
         name = entry.rstrip("/").rpartition("/")[2]
         if _is_old(name, data):
@@ -161,6 +172,8 @@ def _remove_old_remote(path: PathLike, data: str) -> None:
 
 def _remove_failed(folder: str, data: str, is_new: bool) -> None:
     with suppress(OSError):
+        if is_committed(folder) and _refers_to(folder, data):
+            return  # a rank was lost after the last step, and what was written counts
         if local_path(folder) is None:
             filesystem, inner = split_url(folder)
             filesystem.rm(f"{inner}/{data}", recursive=True)
@@ -168,3 +181,10 @@ def _remove_failed(folder: str, data: str, is_new: bool) -> None:
         shutil.rmtree(os.path.join(folder, data), ignore_errors=True)
         if is_new:
             os.rmdir(folder)
+
+
+def _refers_to(folder: str, data: str) -> bool:
+    """Whether the marker is that of the save with this data."""
+    local = local_path(folder)
+    with open_remote(f"{folder}/{MARKER}") if local is None else open(os.path.join(local, MARKER), "rb") as file:
+        return data.encode() in file.read()

@@ -2,12 +2,13 @@
 """The metadata of a folder, read without running anything that it holds, and checked before anybody relies on it."""
 
 import enum
+import io
 import math
 import pathlib
 import pickle
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import IO, Any
 
 import torch
@@ -15,7 +16,8 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from fabric.checkpoint.folder.folders import MARKER, damaged
+from fabric.checkpoint.folder.folders import MARKER, damaged, damaged_data
+from fabric.plugins.io.contents import validate_pickle
 
 # What `pickle` may look up for such a file. Two of the names are private ones of PyTorch's: they are in every file that
 # it writes, so a PyTorch without them could not read its own files.
@@ -26,6 +28,7 @@ _CLASSES = (
 )
 _ALLOWED: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 _ALLOWED |= {("torch", str(t).removeprefix("torch.")): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
+_MOST_NUMBERS = 1 << 60  # of one tensor: more can't be counted
 _PATHS = re.compile(r"(Pure)?(Posix|Windows)?Path")
 
 
@@ -41,9 +44,10 @@ def read_metadata(file: IO[bytes], path: str, weights_only: bool = True) -> Meta
         pickle.UnpicklingError: If it asks for anything but what such a file is made of.
         ValueError: If it is damaged, or its parts do not fit together.
     """
-    unpickler = _Unpickler(file) if weights_only else pickle.Unpickler(file)
+    data = file.read()
     try:
-        metadata = unpickler.load()
+        validate_pickle(data)
+        metadata = (_Unpickler if weights_only else pickle.Unpickler)(io.BytesIO(data)).load()
     except OSError:
         raise
     except _RefusedError as error:
@@ -53,7 +57,10 @@ def read_metadata(file: IO[bytes], path: str, weights_only: bool = True) -> Meta
         ) from None
     except Exception as error:
         raise damaged(path, f"{type(error).__name__}: {error}") from error
-    problem = _problem(metadata)
+    try:
+        problem = _problem(metadata)
+    except (AttributeError, TypeError, ValueError) as error:  # a part of it is of another kind than it should be
+        raise damaged(path, f"{type(error).__name__}: {error}") from error
     if problem is not None:
         raise damaged(path, problem)
     return metadata  # type: ignore[no-any-return]
@@ -89,6 +96,8 @@ def _problem(metadata: Any) -> str | None:
         return "it has no list of items"
     if not isinstance(metadata.planner_data, dict | None):
         return "it has no list of paths"
+    if not all(map(_is_path, (metadata.planner_data or {}).values())):
+        return "it has a path that is none"
     for key, item in items.items():
         problem = _problem_of_item(key, item, places)
         if problem is not None:
@@ -101,6 +110,12 @@ def _problem_of_item(key: Any, item: Any, places: Mapping[Any, Any]) -> str | No
         return None if MetadataIndex(key) in places else "is nowhere"
     if not isinstance(item, TensorStorageMetadata) or not isinstance(item.properties.dtype, torch.dtype):
         return f"is a `{type(item).__name__}`"
+    if not _is_shape(item.size):
+        return f"has the shape {item.size!r}"
+    return _problem_of_chunks(key, item, places)
+
+
+def _problem_of_chunks(key: Any, item: TensorStorageMetadata, places: Mapping[Any, Any]) -> str | None:
     for chunk in item.chunks:
         if len(chunk.offsets) != len(item.size) or len(chunk.sizes) != len(item.size):
             return "has a part of another shape"
@@ -112,17 +127,42 @@ def _problem_of_item(key: Any, item: Any, places: Mapping[Any, Any]) -> str | No
             return "has a part that is nowhere"
     if sum(math.prod(chunk.sizes) for chunk in item.chunks) < math.prod(item.size):
         return "is not all there"
-    return None
+    return "has parts that overlap" if _overlap(item.chunks) else None
+
+
+def _is_path(path: Any) -> bool:
+    return isinstance(path, tuple | list) and bool(path) and all(type(step) in (str, int) for step in path)
+
+
+def _is_shape(size: Any) -> bool:
+    if not isinstance(size, tuple) or not all(type(n) is int and n >= 0 for n in size):
+        return False
+    numbers: int = math.prod(max(n, 1) for n in size)
+    return numbers < _MOST_NUMBERS
+
+
+def _overlap(chunks: Sequence[Any]) -> bool:
+    """Whether two parts of a tensor have a number in common; if they have, another one may be in none of them."""
+    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes))
+    for index, (start, size) in enumerate(boxes):
+        for other, other_size in boxes[index + 1 :]:
+            if not start or other[0] >= start[0] + size[0]:
+                break
+            if all(a < b + m and b < a + n for a, n, b, m in zip(start, size, other, other_size, strict=True)):
+                return True
+    return False
 
 
 def _problem_of_place(place: Any) -> str | None:
     if not isinstance(place, filesystem._StorageInfo) or not isinstance(place.relative_path, str):
         return "an item has no place"
     name = pathlib.PurePosixPath(place.relative_path)
-    if name.is_absolute() or ".." in name.parts:
+    if name.is_absolute() or ".." in name.parts or "\0" in place.relative_path or not name.parts:
         return f"`{name}` is outside of the folder"
     if type(place.offset) is not int or type(place.length) is not int or place.offset < 0 or place.length < 0:
         return f"`{name}` has a part of no size"
+    if place.transform_descriptors:
+        return f"`{name}` has a part that is encoded by {place.transform_descriptors}"
     return None
 
 
@@ -141,4 +181,4 @@ def validate_sizes(metadata: Metadata, path: str, size_of: Callable[[str], int |
         size = size_of(name)
         if size is None or size < end:
             what = "is missing" if size is None else f"has {size} bytes of {end}"
-            raise ValueError(f"`{path}` can't be read as a checkpoint. It is damaged or incomplete: `{name}` {what}.")
+            raise damaged_data(path, f"`{name}` {what}")

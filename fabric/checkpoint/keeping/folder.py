@@ -6,13 +6,18 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
 from fabric.checkpoint.folder.folders import MARKER
 from fabric.checkpoint.locks import being_read, locked_file, reading
+from fabric.checkpoint.weights.places import markers_in
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.utilities.cloud_io import is_object_store, local_path, split_url, validate_is_file
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 
 def open_folder(path: str) -> "Folder":
@@ -46,7 +51,10 @@ class Folder(ABC):
 
     @abstractmethod
     def is_committed(self, name: str) -> bool:
-        """Whether a checkpoint is complete: a file (which is renamed into place), or a folder with its marker."""
+        """Whether a checkpoint is complete: a file (which is renamed into place), or a folder with its marker.
+
+        The marker is that of the sharded layout, or of weights as safetensors.
+        """
 
     @abstractmethod
     def read(self, name: str) -> bytes:
@@ -84,17 +92,20 @@ class _LocalFolder(Folder):
 
     @override
     def read(self, name: str) -> bytes:
+        validate_is_file(self.path_of(name))
         with open(self.path_of(name), "rb") as file:
             return file.read()
 
     @override
     def remove(self, name: str) -> bool:
         path = self.path_of(name)
-        with being_read(self._marker(name)) as read:
+        marker = self._marker(name)
+        with being_read(marker) as read:
             if read:
                 return False
-            with suppress(FileNotFoundError):
-                os.remove(self._marker(name))  # first: from here on it is no checkpoint any more
+            for first in (marker, *(os.path.join(path, other) for other in markers_in(path))):
+                with suppress(FileNotFoundError):
+                    os.remove(first)  # first: from here on it is no checkpoint any more
             if os.path.isdir(path):
                 shutil.rmtree(path)
         return True
@@ -114,22 +125,32 @@ class _RemoteFolder(Folder):
 
     def __init__(self, path: str) -> None:
         super().__init__(path)
-        self._files, self._inner = split_url(path)
+        split_url(path)  # raises if it can't be
+
+    @property
+    def _files(self) -> "AbstractFileSystem":
+        return split_url(self.path)[0]  # each time: it sees what other processes wrote since
+
+    @property
+    def _inner(self) -> str:
+        return split_url(self.path)[1]
 
     @override
     def names(self) -> list[str]:
-        self._files.invalidate_cache()  # what other processes wrote since
+        files = self._files
         with os_errors_name(self.path):
             try:
-                entries = self._files.ls(self._inner, detail=False)
+                entries = files.ls(self._inner, detail=False)
             except FileNotFoundError:
+                if is_object_store(files) and not files.exists(self._inner.partition("/")[0]):
+                    raise  # no bucket
                 return []
         return [str(entry).rstrip("/").rpartition("/")[2] for entry in entries]
 
     @override
     def is_committed(self, name: str) -> bool:
         inner = self._inside(name)
-        return bool(self._files.isfile(inner) or self._files.isfile(f"{inner}/{MARKER}"))
+        return bool(self._files.isfile(inner) or self._files.isfile(f"{inner}/{MARKER}") or self._markers(name))
 
     @override
     def read(self, name: str) -> bytes:
@@ -139,8 +160,9 @@ class _RemoteFolder(Folder):
     @override
     def remove(self, name: str) -> bool:
         inner = self._inside(name)
-        with suppress(FileNotFoundError):
-            self._files.rm_file(f"{inner}/{MARKER}")
+        for marker in (MARKER, *self._markers(name)):
+            with suppress(FileNotFoundError, NotADirectoryError):
+                self._files.rm_file(f"{inner}/{marker}")
         with suppress(FileNotFoundError):
             self._files.rm(inner, recursive=True)
         return True
@@ -149,6 +171,9 @@ class _RemoteFolder(Folder):
     @contextmanager
     def reading(self, name: str) -> Iterator[bool]:
         yield self.is_committed(name)
+
+    def _markers(self, name: str) -> list[str]:
+        return markers_in(self.path_of(name))
 
     def _inside(self, name: str) -> str:
         return f"{self._inner.rstrip('/')}/{name}"

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from fabric.checkpoint.access import StateAccess
+from fabric.checkpoint.background import SaveHandle
+from fabric.checkpoint.layouts import Format
 
 T = TypeVar("T")
 
@@ -22,7 +24,16 @@ class Job(Protocol):
     @property
     def strategy(self) -> Ranks: ...
     def broadcast(self, obj: T, src: int = 0) -> T: ...
-    def save(self, path: str | Path, state: Mapping[str, Any]) -> Any: ...
+    def save(
+        self,
+        path: str | Path,
+        state: Mapping[str, Any],
+        *,
+        format: Format | None = None,
+        max_shard_size: int | str | None = None,
+        blocking: bool = True,
+        checksum: bool = False,
+    ) -> SaveHandle: ...
     def load(
         self, path: str | Path, state: dict[str, Any] | None = None, strict: bool = True, weights_only: bool = True
     ) -> dict[str, Any]: ...

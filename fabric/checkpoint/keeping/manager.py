@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from types import TracebackType
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 from weakref import finalize
 
 from typing_extensions import Self
 
 from fabric.checkpoint.access import Attempts
+from fabric.checkpoint.background import SaveHandle
 from fabric.checkpoint.keeping import checks
 from fabric.checkpoint.keeping.attention import Attention
 from fabric.checkpoint.keeping.catalogue import Catalogue
@@ -19,6 +20,7 @@ from fabric.checkpoint.keeping.folder import open_folder
 from fabric.checkpoint.keeping.job import Job
 from fabric.checkpoint.keeping.rules import Kept
 from fabric.checkpoint.keeping.schedule import Schedule
+from fabric.checkpoint.layouts import Format
 from fabric.processes.held_signals import HeldSignals
 from fabric.utilities.rank_zero import rank_zero_warn
 from fabric.utilities.types import PathLike
@@ -27,6 +29,11 @@ T = TypeVar("T")
 
 # Signals with which schedulers announce that a job is about to end.
 PREEMPTION = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
+
+
+class _Written(NamedTuple):
+    step: int
+    handle: SaveHandle
 
 
 class CheckpointManager:
@@ -46,6 +53,12 @@ class CheckpointManager:
         keep_best: `(metric, "min")` or `(metric, "max")`: the best one stays too; `(metric, "min", 3)`: the best three.
         every: A checkpoint is due every so many steps, or every so much time by rank 0's clock.
         signals: Those to take; `()` for none. A handler of yours is called as before, and then has the last word.
+        blocking: False lets a thread write, as in `fabric.save`. Others are removed once the new one is complete, and
+            what a signal asks for is complete when `should_stop` is set. An error is raised by a later call, at the
+            latest by the next one that writes, `restore` or `close`; the checkpoint is due again then.
+        format: As in `fabric.save`.
+        max_shard_size: As in `fabric.save`.
+        checksum: As in `fabric.save`.
 
     Raises:
         TypeError: If an argument is of the wrong kind.
@@ -72,6 +85,10 @@ class CheckpointManager:
         keep_best: tuple[str, Literal["min", "max"]] | tuple[str, Literal["min", "max"], int] | None = None,
         every: int | timedelta = 1,
         signals: Iterable[int] = PREEMPTION,
+        blocking: bool = True,
+        format: Format | None = None,
+        max_shard_size: int | str | None = None,
+        checksum: bool = False,
     ) -> None:
         last = checks.validated_count(keep_last)
         self._best = checks.validated_best(keep_best)
@@ -81,6 +98,9 @@ class CheckpointManager:
         self._catalogue = Catalogue(open_folder(self._directory), last=last, best=self._best)
         self._job = fabric
         self._ranks = fabric.strategy
+        self._blocking = blocking
+        self._options: dict[str, Any] = {"format": format, "max_shard_size": max_shard_size, "checksum": checksum}
+        self._written: _Written | None = None  # until it is complete, and others were removed
         self._attention = Attention(self._ranks)
         self._listens = bool(self._signals.signals) or self._schedule.by_time
         self._began = False
@@ -112,17 +132,23 @@ class CheckpointManager:
             force: Write it though it is not due. A step that was just written is only written again with `metrics`.
 
         Returns:
-            The path of the checkpoint; None where there was none to write.
+            The path of the checkpoint, which with `blocking=False` is not complete yet; None where there was none to
+            write.
 
         Raises:
             ValueError: On every rank, if the metric of `keep_best` is missing, or the folder holds a later step.
-            OSError: On every rank, if it can't be written; the others are untouched.
+            OSError: On every rank, if it can't be written, or the last one could not be; the others are untouched.
         """
         checks.validate_step(step)
         checks.validate_metrics(metrics, self._best)
         self._begin(step)
-        due = self._schedule.reaches(step) or force or self._owed
+        if self._is_complete() and self._ranks.is_global_zero:
+            self._finish()
+        due = self._schedule.reaches(step) or force
         due = self._hears_of_something() or due
+        if due or self._stop or self._owed:
+            self._finish(and_go_on=self._stop != 0)
+        due = due or self._owed
         self._owed = due and not (step == self._saved and metrics is None)
         return self._write(step, state, metrics or {}) if self._owed else None
 
@@ -143,32 +169,70 @@ class CheckpointManager:
         """Whether the clock or a signal, on whichever rank, asks for a checkpoint."""
         if not self._listens:
             return False
-        news = bool(self._signals.received) and not self._stop
+        news = (bool(self._signals.received) and not self._stop) or self._has_failed()
         by_clock = self._ranks.is_global_zero and self._schedule.time_is_up()
         return self._attention.ask(news or by_clock) and self._exchange(by_clock)
 
     def _exchange(self, by_clock: bool = False) -> bool:
         """Tell each other what it is. Some vote has said that there is something; it may be known by now."""
-        own = (self._signals.received, self._signals.effect, by_clock)
+        own = (self._signals.received, self._signals.effect, by_clock, self._has_failed())
         answers = self._ranks.gather_objects(own)
         known = self._stop
-        self._stop, self._effect, _ = next((answer for answer in answers if answer[0]), (0, 0, False))
-        return answers[0][2] or self._stop != known
+        self._stop, self._effect = next((answer[:2] for answer in answers if answer[0]), (0, 0))
+        return answers[0][2] or self._stop != known or any(answer[3] for answer in answers)
 
     def _write(self, step: int, state: Mapping[str, Any], metrics: Mapping[str, Any]) -> str:
         path = self._on_rank_zero(lambda: self._catalogue.announce(step, checks.numbers(metrics)))
+        blocking = self._blocking or self._stop != 0
         try:
-            self._job.save(path, state)
+            handle = self._job.save(path, state, blocking=blocking, **self._options)
         except Exception:
-            if self._ranks.is_global_zero:
-                with suppress(Exception):
-                    self._catalogue.withdraw(step)
+            self._withdraw(step)
             raise
         self._schedule.saved(step)
         self._saved, self._owed = step, False
-        if self._ranks.is_global_zero:
-            self._prune(step)
+        self._written = _Written(step, handle)
+        if blocking:
+            self._finish()
         return path
+
+    def _is_complete(self) -> bool:
+        """Whether the last one is, and has not been followed up."""
+        written = self._written
+        return written is not None and written.handle.done() and written.handle.error is None
+
+    def _has_failed(self) -> bool:
+        written = self._written
+        return written is not None and written.handle.done() and written.handle.error is not None
+
+    def _finish(self, *, and_go_on: bool = False) -> None:
+        """Wait for what a thread writes, and remove others, or raise its error. Each rank for itself.
+
+        Args:
+            and_go_on: Whether a later checkpoint is written now in any case, so that an error is only a warning.
+        """
+        written, self._written = self._written, None
+        if written is None:
+            return
+        written.handle.wait()
+        error = written.handle.error
+        if error is None:
+            if self._ranks.is_global_zero:
+                self._prune(written.step)
+            return
+        self._withdraw(written.step)
+        self._saved, self._owed = None, True
+        if and_go_on:
+            with suppress(Exception):
+                written.handle.result()  # or the next save would raise it
+            rank_zero_warn(f"`CheckpointManager` could not write the checkpoint of step {written.step}: {error}.")
+        elif not written.handle.is_told:  # by another call of `fabric.save` or `fabric.load`
+            written.handle.result()
+
+    def _withdraw(self, step: int) -> None:
+        if self._ranks.is_global_zero:
+            with suppress(Exception):
+                self._catalogue.withdraw(step)
 
     def _prune(self, newest: int) -> None:
         """What can't be removed now is tried again after the next save; the training goes on."""
@@ -181,16 +245,24 @@ class CheckpointManager:
 
     def latest(self) -> str | None:
         """The path of the complete checkpoint with the highest step; None where there is none."""
+        self._follow_up()
         return _path(self._on_rank_zero(self._catalogue.latest))
 
     def best(self) -> str | None:
         """The path of the best checkpoint by the metric of `keep_best`; None where none has it."""
         checks.validate_has_best(self._best)
+        self._follow_up()
         return _path(self._on_rank_zero(self._catalogue.best))
 
     def kept(self) -> list[Kept]:
         """All complete checkpoints, in the order of steps: `step`, `path`, `metrics`."""
+        self._follow_up()
         return self._on_rank_zero(self._catalogue.all)
+
+    def _follow_up(self) -> None:
+        """What is complete, or has failed, by now; without waiting for it."""
+        if not self._blocking and self._on_rank_zero(lambda: self._written is None or self._written.handle.done()):
+            self._finish()
 
     def restore(
         self,
@@ -215,6 +287,7 @@ class CheckpointManager:
             ValueError: On every rank, if there are checkpoints but not of that step.
         """
         checks.validate_choice(which, self._best)
+        self._finish()
         with ExitStack() as stack:
             chosen = self._on_rank_zero(lambda: stack.enter_context(self._catalogue.reading(which)))
             if chosen is None:
@@ -234,7 +307,9 @@ class CheckpointManager:
     # end
 
     def close(self) -> None:
-        """Give the signals back. One that came has its effect now: `SystemExit` with the exit code 128 + n.
+        """Wait for what is being written, and give the signals back.
+
+        A signal that came has its effect now: `SystemExit` with the exit code 128 + n.
 
         Call it on every rank; the end of a `with` block does, and leaves an exception that ends the block as it is.
         """
@@ -242,7 +317,10 @@ class CheckpointManager:
             return
         if self._attention.unread():
             self._exchange()
-        self._close()
+        try:
+            self._finish()
+        finally:
+            self._close()
         effect = self._effect or self._signals.effect
         if effect:
             raise SystemExit(128 + effect)

@@ -2,12 +2,14 @@
 """The list of what does not match between a file and the objects to restore."""
 
 import os
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from fabric.utilities.types import PathLike
 
+_MOST_LINES = 60
 _MOST_HINTS = 50  # looking for the nearest name among many thousands takes long, and nobody reads that far
 
 
@@ -36,10 +38,13 @@ class Differences:
         self._add("mismatched", f"{where}: {name}" if name else where, f": {in_file}, {here}")
 
     def raise_if_any(self, path: PathLike) -> None:
-        """Raise one `RuntimeError` that lists all of them."""
+        """Raise one `RuntimeError` that lists all of them; of very many the first ones, and how many more there are."""
         if not self._lines:
             return
-        lines = "\n".join(self._lines)
+        lines = "\n".join(self._lines[:_MOST_LINES])
+        more = Counter(line.split(maxsplit=1)[0] for line in self._lines[_MOST_LINES:])
+        if more:
+            lines += f"\n  ... and {', '.join(f'{count} more {kind}' for kind, count in more.items())}"
         advice = ""
         if any(not line.startswith("  mismatched") for line in self._lines):
             advice = "\nTo skip what is missing or unexpected, pass `strict=False`."

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from fabric.checkpoint.access import StateAccess
 from fabric.checkpoint.restoring.differences import Differences
-from fabric.checkpoint.restoring.optimizers import arranged, filled
+from fabric.checkpoint.restoring.optimizers import arranged, filled, problem_of
 from fabric.checkpoint.restoring.restore import custom_loaders
 from fabric.checkpoint.sources import Source
 from fabric.checkpoint.state.naming import by_number, names_in, own_names
@@ -124,6 +124,8 @@ class Matching:
         """Match a module, an optimizer or another object with its state dictionary."""
         if isinstance(target, Module | Optimizer) and not isinstance(value, Mapping):
             self._differences.mismatched(where, f"a {type(value).__name__} in the file", "needs a state dictionary")
+        elif isinstance(target, Module) and not _is_state_of_module(value):
+            self._differences.mismatched(where, "keys that are no names in the file", "needs a state dictionary")
         elif isinstance(target, Module):
             self._match_module(target, value, where)
         elif isinstance(target, Optimizer):
@@ -184,17 +186,28 @@ class Matching:
             self._differences.mismatched(where, f"a {type(new).__name__} in the file", "a tensor in the module", name)
         elif is_lazy(old):
             return
+        elif not self._has_values(new) or _form(new) != _form(old):
+            in_file = _form(new) if self._has_values(new) else "no values"
+            self._differences.mismatched(where, f"{in_file} in the file", f"{_form(old)} {owner}", name)
         elif new.shape != old.shape:
             in_file, here = f"{tuple(new.shape)} in the file", f"{tuple(old.shape)} {owner}"
             self._differences.mismatched(where, in_file, here, name)
         elif _kind(new) != _kind(old):
             self._differences.mismatched(where, f"{_dtype(new)} in the file", f"{_dtype(old)} {owner}", name)
 
+    def _has_values(self, tensor: Tensor) -> bool:
+        """A model that was saved from the device `meta` has none."""
+        return self._source.is_folder or not tensor.is_meta
+
     def _match_optimizer(self, optimizer: Optimizer, value: Mapping[str, Any], where: str) -> None:
         if "param_groups" not in value or ("state" not in value and not self._source.is_folder):
             self._differences.mismatched(
                 where, f"the keys {', '.join(map(repr, value))} in the file", "needs 'state' and 'param_groups'"
             )
+            return
+        problem = problem_of(value)
+        if problem is not None:
+            self._differences.mismatched(where, f"{problem} in the file", "PyTorch's own layout is needed")
             return
         names = [names_in(self._state, optimizer, self._access), own_names(optimizer)]
         state, mixed = arranged(
@@ -230,8 +243,13 @@ class Matching:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, parameter in zip(ids, parameters, strict=True):
             for name, entry in value["state"].get(number, {}).items():
-                if name in _SHAPED_LIKE_THE_PARAMETER and isinstance(entry, Tensor) and entry.dim():
-                    self._match_tensor(where, f"{name} of parameter {number}", entry, parameter, "of the parameter")
+                known, label = name in _SHAPED_LIKE_THE_PARAMETER, f"{name} of parameter {number}"
+                if isinstance(entry, Tensor) and known and entry.dim():
+                    self._match_tensor(where, label, entry, parameter, "of the parameter")
+                elif isinstance(entry, Tensor) and not self._has_values(entry):
+                    self._differences.mismatched(where, "no values in the file", "a tensor of numbers", label)
+                elif not isinstance(entry, Tensor | None | int | float) and (known or name == "step"):
+                    self._differences.mismatched(where, f"a {type(entry).__name__} in the file", "a tensor", label)
 
     def _match_parameter(self, target: Parameter, value: Tensor, where: str) -> None:
         """Replacing a parameter would cut it off from its optimizer."""
@@ -262,6 +280,21 @@ def _beside(old: Any, new: Any) -> Any:
     if type(new) in (list, tuple) and type(old) is type(new) and len(old) == len(new):
         return type(new)(_beside(*pair) for pair in zip(old, new, strict=True))
     return new
+
+
+def _is_state_of_module(value: Mapping[Any, Any]) -> bool:
+    """Names, and beside them the versions of modules by name."""
+    versions = getattr(value, "_metadata", None) or {}
+    if not isinstance(versions, Mapping) or not all(isinstance(version, Mapping) for version in versions.values()):
+        return False
+    return all(isinstance(name, str) for name in (*value, *versions))
+
+
+def _form(tensor: Tensor) -> str:
+    """How its numbers are stored: between these forms PyTorch converts nothing."""
+    if tensor.is_nested:
+        return "nested"
+    return "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
 
 
 def _kind(tensor: Tensor) -> str:

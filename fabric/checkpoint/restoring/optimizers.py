@@ -11,9 +11,35 @@ from torch.optim import Optimizer
 from fabric.checkpoint.restoring.restore import state_dtype
 from fabric.checkpoint.sources import Source
 from fabric.checkpoint.state.naming import Names
-from fabric.checkpoint.state.shards import is_sharded
+from fabric.checkpoint.state.shards import can_take, is_sharded, replicated_like
 
 Mismatch = Callable[[str, str], None]
+
+
+def problem_of(saved: Mapping[str, Any]) -> str | None:
+    """What in an optimizer's content is not as PyTorch lays it out; None if all is.
+
+    Args:
+        saved: A dictionary with `param_groups`, and `state` unless nothing is in it.
+    """
+    groups, state = saved["param_groups"], saved.get("state", {})
+    if not isinstance(groups, list) or not all(isinstance(g, Mapping) and _is_list(g.get("params")) for g in groups):
+        return "'param_groups' that are no list of groups with 'params'"
+    owners = [owner for group in groups for owner in group["params"]]
+    if not all(type(owner) in (int, str) for owner in owners) or len(set(owners)) < len(owners):
+        return "'params' that are no numbers or names, each once"
+    for group in groups:
+        names = group.get("param_names") or [""] * len(group["params"])
+        if not _is_list(names) or len(names) != len(group["params"]) or not all(isinstance(n, str) for n in names):
+            return "'param_names' that are no list of one name for each parameter"
+    if not isinstance(state, Mapping):
+        return f"a {type(state).__name__} as 'state'"
+    odd = next((o for o in owners if not isinstance(state.get(o, state.get(str(o), {})), Mapping)), None)
+    return None if odd is None else f"no dictionary as state of parameter {odd}"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def arranged(
@@ -132,13 +158,10 @@ def _target(name: str, value: Tensor, parameter: Tensor, optimizer: Optimizer) -
     shaped = value.dim() > 0 and value.shape == parameter.shape
     dtype = value.dtype if name == "step" else state_dtype(value, parameter)
     present = optimizer.state.get(parameter, {}).get(name)
-    if isinstance(present, Tensor) and _is_like(present, value.shape, dtype, shaped and is_sharded(parameter)):
-        return present
+    if can_take(present, value.shape, dtype) and (not shaped or is_sharded(present) == is_sharded(parameter)):
+        return present  # type: ignore[no-any-return]
     if shaped:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     device = parameter.device if value.dim() else torch.device("cpu")
-    return torch.empty(value.shape, dtype=dtype, device=device)
-
-
-def _is_like(tensor: Tensor, shape: torch.Size, dtype: torch.dtype, sharded: bool) -> bool:
-    return tensor.shape == shape and tensor.dtype == dtype and is_sharded(tensor) == sharded
+    new = torch.empty(value.shape, dtype=dtype, device=device)
+    return replicated_like(new, parameter) if is_sharded(parameter) and value.numel() > 1 else new

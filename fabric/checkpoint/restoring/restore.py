@@ -10,7 +10,14 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from fabric.checkpoint.state.shards import copy_shard, is_same_memory, is_sharded, placed_like
+from fabric.checkpoint.state.shards import (
+    can_take,
+    copy_shard,
+    is_same_memory,
+    is_sharded,
+    placed_like,
+    replicated_like,
+)
 from fabric.utilities.parameter_names import rebuilt
 
 
@@ -135,15 +142,16 @@ def _shards_of(entries: Any, parameter: Tensor, optimizer: Optimizer) -> Any:
 
 
 def _shard_of(value: Any, parameter: Tensor, present: Any) -> Any:
-    if not isinstance(value, Tensor) or not is_sharded(parameter) or is_sharded(value):
-        return value
-    if not value.dim() or value.shape != parameter.shape:
+    if not isinstance(value, Tensor) or not is_sharded(parameter) or is_sharded(value) or not value.dim():
         return value
     dtype = state_dtype(value, parameter)
-    if is_sharded(present) and present.shape == value.shape and present.dtype == dtype:
+    if is_sharded(present) and can_take(present, value.shape, dtype):
         copy_shard(present, value)  # its memory is there already
         return present
-    return placed_like(value, parameter, dtype)
+    if value.shape == parameter.shape:
+        return placed_like(value, parameter, dtype)
+    is_plain = value.numel() == 1 or (isinstance(present, Tensor) and not is_sharded(present))
+    return value if is_plain else replicated_like(value.to(dtype), parameter)  # a row of factors, say
 
 
 def state_dtype(value: Tensor, parameter: Tensor) -> torch.dtype:

@@ -92,6 +92,23 @@ def placed_like(full: Tensor, like: Tensor, dtype: torch.dtype | None = None) ->
     return placed
 
 
+@torch.no_grad()
+def replicated_like(full: Tensor, like: Tensor) -> Tensor:
+    """A tensor that each rank has the whole of, in the form in which PyTorch computes with it and a sharded one."""
+    package = sys.modules["torch.distributed.tensor"]
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    placements = [package.Replicate()] * mesh.ndim
+    local = full.to(like.device)
+    return package.DTensor.from_local(local, mesh, placements, run_check=False)  # type: ignore[no-any-return]
+
+
+def can_take(present: Any, shape: torch.Size, dtype: torch.dtype) -> bool:
+    """Whether a value is a tensor into which others of this shape can be read, whole or this rank's part."""
+    if not isinstance(present, Tensor) or present.shape != shape or present.dtype != dtype:
+        return False
+    return not is_sharded(present) or not any(p.is_partial() for p in present.placements)  # type: ignore[attr-defined]
+
+
 def is_same_memory(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors are views of the same elements, so that copying one into the other does nothing."""
     if is_sharded(a) != is_sharded(b) or a.dtype != b.dtype or a.shape != b.shape or a.device != b.device:

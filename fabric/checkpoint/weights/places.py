@@ -18,7 +18,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fabric.checkpoint.files.safetensors_file import damaged_file, later_safetensors
+from fabric.checkpoint.files.sums import KEYS, noted, sealed
 from fabric.checkpoint.files.torch_file import open_file
+from fabric.plugins.io.whole_file import remove_stale
 from fabric.utilities.cloud_io import local_path, split_url
 from fabric.utilities.types import PathLike
 
@@ -28,6 +30,7 @@ INDEX_SUFFIX = ".safetensors.index.json"
 _REST, _SAVE, _TIES = "fabric.rest", "fabric.save", "fabric.ties"
 _OWN = re.compile(r"\.training-[0-9a-f]{8}\.pt|-[0-9a-f]{8}-\d{5}-of-\d{5}\.safetensors")
 _SHARDED = re.compile(r"data-[0-9a-f]{8}|__\d+_\d+\.distcp")
+_LONGEST_NUMBER = 20
 _SHARD = re.compile(r"-\d{5}-of-\d{5}\.safetensors")
 
 
@@ -119,7 +122,7 @@ def _read_single(place: Place) -> Commit:
     name = place.stem + SUFFIX
     tensors, metadata = later_safetensors(place.at(name))
     ties = {other: kept for other, kept in metadata.items() if kept in tensors and other not in tensors}
-    ties = {other: kept for other, kept in ties.items() if other not in ("format", _REST, _SAVE)}
+    ties = {other: kept for other, kept in ties.items() if other not in ("format", _REST, _SAVE, *KEYS)}
     return Commit(name, {name: frozenset(tensors)}, metadata.get(_REST), ties, _number(metadata.get(_SAVE)))
 
 
@@ -127,7 +130,7 @@ def _read_index(place: Place, marker: str, names: set[str]) -> Commit:
     path = place.at(marker)
     files, metadata = read_index(path, names)
     ties, rest = metadata.get(_TIES), metadata.get(_REST)
-    ties = ties if isinstance(ties, dict) else {}
+    ties = {name: kept for name, kept in ties.items() if isinstance(kept, str)} if isinstance(ties, dict) else {}
     return Commit(marker, files, rest if isinstance(rest, str) else None, ties, _number(str(metadata.get(_SAVE))))
 
 
@@ -149,7 +152,7 @@ def read_index(path: str, names: set[str]) -> tuple[dict[str, frozenset[str]], d
         metadata = dict(index.get("metadata") or {})
         for name, home in index["weight_map"].items():
             files.setdefault(home, set()).add(name)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise damaged_file(path, f"{type(error).__name__}: {error}") from error
     for home in files:
         if not isinstance(home, str) or "/" in home or os.sep in home:
@@ -160,7 +163,7 @@ def read_index(path: str, names: set[str]) -> tuple[dict[str, frozenset[str]], d
 
 
 def _number(text: str | None) -> int:
-    return int(text) if text is not None and text.isdecimal() else 0
+    return int(text) if text is not None and text.isdecimal() and len(text) < _LONGEST_NUMBER else 0
 
 
 @dataclass(frozen=True)
@@ -185,18 +188,23 @@ class NewNames:
         """What the file that is written last says of the others."""
         return {_SAVE: str(self.number), **({_REST: self.rest} if has_rest else {})}
 
-    def index(self, shards: Iterable[Iterable[tuple[str, int]]], ties: Mapping[str, str], *, has_rest: bool) -> bytes:
+    def index(
+        self, shards: Iterable[Iterable[tuple[str, int]]], ties: Mapping[str, str], *, has_rest: bool, checksum: bool
+    ) -> bytes:
         """The index of several files, in Hugging Face's form.
 
         Args:
             shards: For each file, the names and sizes in bytes of its weights.
             ties: Second names.
             has_rest: Whether there is more than weights.
+            checksum: Whether readers shall check sums.
         """
         homes = {name: home for home, shard in zip(self.files, shards, strict=True) for name, _ in shard}
         total = sum(size for shard in shards for _, size in shard)
         metadata = {"total_size": total, **self.metadata(has_rest=has_rest), _TIES: dict(ties)}
-        return json.dumps({"metadata": metadata, "weight_map": homes}, indent=2).encode() + b"\n"
+        metadata |= noted([]) if checksum else {}
+        text = json.dumps({"metadata": metadata, "weight_map": homes}, indent=2).encode() + b"\n"
+        return sealed(text) if checksum else text
 
 
 def new_names(place: Place, count: int) -> NewNames:
@@ -228,6 +236,7 @@ def remove_others(place: Place, kept: Iterable[str]) -> None:
     Only files that `fabric.save` wrote and, in a folder, weights in place of which the new ones stand.
     """
     names = names_in_folder(place.folder) - set(kept)
+    _remove_unfinished(place, names)
     if place.marker:
         own = re.compile(re.escape(place.stem) + r"\.training-[0-9a-f]{8}\.pt")
         _remove_all(place, filter(own.fullmatch, names - _rest_of_folder(place)))
@@ -240,6 +249,17 @@ def remove_others(place: Place, kept: Iterable[str]) -> None:
     _remove_all(place, [name for name, tail in tails.items() if tail == SUFFIX or _is_left(place, name, tail)])
     if was_sharded:
         _remove_all(place, filter(_SHARDED.fullmatch, names))
+
+
+def _remove_unfinished(place: Place, names: Iterable[str]) -> None:
+    """Remove the temporary files of saves that were killed, and none that is still being written."""
+    own = re.compile(
+        re.escape(f".{place.stem}") + r"(-[0-9a-f]{8})?(\.training-[0-9a-f]{8}\.pt|-\d{5}-of-\d{5}\.safetensors|"
+        r"\.safetensors(\.index\.json)?)\.[0-9a-f]{8}\.tmp"
+    )
+    folder = local_path(place.folder)
+    for name in filter(own.fullmatch, names) if folder is not None else ():
+        remove_stale(os.path.join(folder or "", name))
 
 
 def _is_left(place: Place, name: str, tail: str) -> bool:
@@ -277,6 +297,18 @@ def remove_own(folder: str) -> None:
             if commit is not None and commit.number:
                 for name in (commit.marker, *commit.files, commit.rest or commit.marker):
                     remove_file(place.at(name))
+
+
+def markers_in(folder: str) -> list[str]:
+    """The names of the files that make a folder a complete checkpoint of this layout, the one that counts first."""
+    place = Place(folder)
+    names = names_in_folder(folder)
+    found = [name for name in (place.stem + INDEX_SUFFIX, place.stem + SUFFIX) if name in names]
+    if len(found) > 1:  # a save was killed before it removed the other one
+        with suppress(OSError, ValueError):
+            commit = find_commit(place)
+            found.sort(key=lambda name: commit is not None and name != commit.marker)
+    return found
 
 
 def is_own_folder(folder: str) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Saving weights as `safetensors`, as Hugging Face writes them, and everything else beside them."""
 
+import io
 import os
 import re
 import uuid
@@ -8,20 +9,22 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 from torch import Tensor
 from torch.nn import Module
 
-from fabric.checkpoint.access import Attempts, StateAccess
+from fabric.checkpoint.access import Attempts, Ranks, StateAccess
+from fabric.checkpoint.copies import Copies, is_apart
 from fabric.checkpoint.files.safetensors_file import DTYPES, in_file_order, write_safetensors
-from fabric.checkpoint.files.swap import swap
+from fabric.checkpoint.files.sums import MARK
+from fabric.checkpoint.files.swap import remove_hidden, swap
 from fabric.checkpoint.files.torch_file import write_torch_file
 from fabric.checkpoint.state.flatten import key_of
-from fabric.checkpoint.state.later import Later, is_rows, later, replaced
-from fabric.checkpoint.state.shards import is_sharded, whole
+from fabric.checkpoint.state.later import Later, is_rows, replaced
 from fabric.checkpoint.state.tree import is_stateful
 from fabric.checkpoint.state.union import united
+from fabric.checkpoint.weights.pieces import Pieces
 from fabric.checkpoint.weights.places import SUFFIX, NewNames, Place, new_names, place_of, remove_file, remove_others
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file
 from fabric.utilities.cloud_io import local_path
@@ -48,56 +51,31 @@ class Parts:
     rest: dict[str, Any] | None
 
 
-class Pieces:
-    """Sharded tensors that become whole one after the other, on all ranks at once.
+@dataclass(frozen=True)
+class Plan:
+    """What is to be written, and in what order.
 
-    Rank 0 asks for them as it writes. The others, and rank 0 after an error, go through what is left with `drain`.
+    Args:
+        parts: What it consists of.
+        shards: The weights of each file.
+        pieces: Brings what is sharded.
     """
 
-    def __init__(self) -> None:
-        self._tensors: dict[int, Tensor] = {}
-        self._queue: list[Later] = []
-
-    def later(self, tensor: Tensor) -> Later:
-        """What stands for a tensor; plain ones need nobody else."""
-        if not is_sharded(tensor):
-            return later(tensor)
-        made = Later(tensor.shape, tensor.dtype, lambda: self._bring(made))
-        self._tensors[id(made)] = tensor
-        return made
-
-    def expect(self, value: Any) -> None:
-        """Say in which order they will be asked for: those in `value`, after those that were announced before."""
-
-        def announce(tensor: Any) -> Any:
-            if id(tensor) in self._tensors:
-                self._queue.append(tensor)
-            return tensor
-
-        replaced(value, announce)
-
-    def _bring(self, made: Later) -> Tensor:
-        assert self._queue[0] is made
-        return whole(self._tensors[id(self._queue.pop(0))])
-
-    def drain(self, attempts: Attempts) -> None:
-        """Take part for all that are left."""
-        while self._queue:
-            with attempts:
-                self._bring(self._queue[0])
+    parts: Parts
+    shards: list[Named]
+    pieces: Pieces
 
 
-def save_weights(
+def plan_weights(
     path: PathLike,
     content: Any,
     state: Any,
     access: StateAccess,
     attempts: Attempts,
     max_shard_size: int | str | None = None,
-) -> None:
-    """Write the states of modules as `safetensors`, and the rest of a content beside them. Collective.
-
-    Rank 0 writes; it holds one whole tensor of those that are sharded at a time.
+    copies: Copies | None = None,
+) -> Plan:
+    """Divide a content into weights and the rest. Collective.
 
     Args:
         path: A folder, or a file that ends in `.safetensors`; the same on all ranks.
@@ -106,25 +84,45 @@ def save_weights(
         access: The strategy.
         attempts: Where errors are kept; all ranks raise the first one.
         max_shard_size: The most bytes of one file of weights in a folder, as a number or as `5GB`.
+        copies: Makes a copy, so that the loop may go on before it is written: each rank copies its shards, and rank 0
+            all else.
     """
     if access.state_is_distributed:
         content = united(content, state, access, attempts)
-    pieces = Pieces()
-    shards: list[Named] = []
-    parts = Parts([], {}, None)
+    plan = Plan(Parts([], {}, None), [], Pieces())
     with attempts:
         largest = _largest(path, max_shard_size)
         if access.is_global_zero or not access.state_is_distributed:
-            parts = _divide(content, state, pieces)
-            shards = in_shards(parts.weights, largest)
-            pieces.expect([[tensor for _, tensor in shard] for shard in shards])
-            pieces.expect(parts.rest)
+            if copies is not None:
+                content = copies.of(content) if access.is_global_zero else copies.of_shards(content)
+            parts = _divide(content, state, plan.pieces)
+            plan = Plan(parts, in_shards(parts.weights, largest), plan.pieces)
+            plan.pieces.expect([[tensor for _, tensor in shard] for shard in plan.shards])
+            plan.pieces.expect(parts.rest)
     attempts.agree(access)
+    return plan
+
+
+def save_weights(path: PathLike, plan: Plan, checksum: bool, ranks: Ranks, attempts: Attempts) -> None:
+    """Write the states of modules as `safetensors`, and the rest of a content beside them. Collective.
+
+    Rank 0 writes; it holds one whole tensor of those that are sharded at a time.
+
+    Args:
+        path: The one of the plan.
+        plan: What `plan_weights` gave.
+        checksum: Whether readers shall check sums.
+        ranks: How to reach the other ranks; not those of the loop, where it goes on.
+        attempts: Where errors are kept; all ranks raise the first one.
+    """
     with attempts:
-        if access.is_global_zero:
-            write_weights(path, shards, parts.ties, parts.rest)
-    pieces.drain(attempts)
-    attempts.agree(access)
+        plan.pieces.meet(ranks)
+    attempts.agree(ranks)
+    with attempts:
+        if ranks.is_global_zero:
+            write_weights(path, plan.shards, plan.parts.ties, plan.parts.rest, checksum)
+    plan.pieces.drain(attempts)
+    attempts.agree(ranks)
 
 
 def _largest(path: PathLike, max_shard_size: int | str | None) -> float:
@@ -182,7 +180,7 @@ def _divide(content: Any, state: Any, pieces: Pieces) -> Parts:
         prefix = f"{key_of(path)}." if len(found) > 1 else ""
         own = _ties(module, values)
         ties |= {prefix + name: prefix + kept for name, kept in own.items()}
-        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
+        tensors = {name: value for name, value in values.items() if isinstance(value, Tensor | Later)}
         others = {name: value for name, value in values.items() if name not in tensors}
         _validate_weights(tensors)
         weights += [(prefix + name, pieces.later(value)) for name, value in tensors.items() if name not in own]
@@ -191,7 +189,7 @@ def _divide(content: Any, state: Any, pieces: Pieces) -> Parts:
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"`fabric.save`: two weights would have the name `{twice}`. Rename a module in `state`.")
-    content = replaced(rest, lambda tensor: pieces.later(tensor) if is_sharded(tensor) else tensor)
+    content = replaced(rest, lambda tensor: pieces.later(tensor) if is_apart(tensor) else tensor)
     return Parts(weights, ties, {"fabric": 1, "state": content, "modules": notes})
 
 
@@ -239,7 +237,7 @@ def _ties(module: Module, values: Mapping[str, Any]) -> dict[str, str]:
     return ties
 
 
-def _validate_weights(tensors: Mapping[str, Tensor]) -> None:
+def _validate_weights(tensors: Mapping[str, Any]) -> None:
     for name, tensor in tensors.items():
         if not is_rows(tensor) or tensor.dtype not in DTYPES:
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -250,7 +248,9 @@ def _validate_weights(tensors: Mapping[str, Tensor]) -> None:
             )
 
 
-def write_weights(path: PathLike, shards: list[Named], ties: Mapping[str, str], rest: Any) -> None:
+def write_weights(
+    path: PathLike, shards: list[Named], ties: Mapping[str, str], rest: Any, checksum: bool = False
+) -> None:
     """Write the files of a checkpoint, and last the one that makes it complete. Runs on one rank.
 
     Args:
@@ -258,11 +258,12 @@ def write_weights(path: PathLike, shards: list[Named], ties: Mapping[str, str], 
         shards: The weights of each file, as `in_shards` gives them.
         ties: Names that are another one's.
         rest: What `Parts` says; it may hold `Later` too, which are read after the weights.
+        checksum: Whether readers shall check sums.
     """
     with os_errors_name(path), _target(path) as place:
         names = new_names(place, len(shards))
         try:
-            (_write_one if len(shards) == 1 else _write_several)(place, names, shards, ties, rest)
+            (_write_one if len(shards) == 1 else _write_several)(place, names, shards, ties, rest, checksum)
         except BaseException:
             for name in {*names.files, names.rest} - {names.marker}:
                 remove_file(place.at(name))
@@ -270,25 +271,38 @@ def write_weights(path: PathLike, shards: list[Named], ties: Mapping[str, str], 
         remove_others(place, {*names.files, names.marker, *([names.rest] if rest is not None else [])})
 
 
-def _write_one(place: Place, names: NewNames, shards: list[Named], ties: Mapping[str, str], rest: Any) -> None:
+def _write_one(
+    place: Place, names: NewNames, shards: list[Named], ties: Mapping[str, str], rest: Any, checksum: bool
+) -> None:
     """The file of the weights takes its place when the rest is there."""
     metadata = {"format": "pt", **names.metadata(has_rest=rest is not None), **ties}
     with replacing_file(place.at(names.marker), {}) as file:
-        write_safetensors(shards[0], metadata, file)
+        _write_file(place, shards[0], metadata, file, checksum)
         if rest is not None:
-            write_torch_file(rest, place.at(names.rest))
+            write_torch_file(rest, place.at(names.rest), MARK if checksum else b"")
 
 
-def _write_several(place: Place, names: NewNames, shards: list[Named], ties: Mapping[str, str], rest: Any) -> None:
+def _write_several(
+    place: Place, names: NewNames, shards: list[Named], ties: Mapping[str, str], rest: Any, checksum: bool
+) -> None:
     metadata = {"format": "pt", **names.metadata(has_rest=False)}
     for name, shard in zip(names.files, shards, strict=True):
         with replacing_file(place.at(name), {}) as file:
-            write_safetensors(shard, metadata, file)
+            _write_file(place, shard, metadata, file, checksum)
     if rest is not None:
-        write_torch_file(rest, place.at(names.rest))
+        write_torch_file(rest, place.at(names.rest), MARK if checksum else b"")
     sizes = [[(name, tensor.nbytes) for name, tensor in shard] for shard in shards]
     with replacing_file(place.at(names.marker), {}) as file:
-        file.write(names.index(sizes, ties, has_rest=rest is not None))
+        file.write(names.index(sizes, ties, has_rest=rest is not None, checksum=checksum))
+
+
+def _write_file(place: Place, shard: Named, metadata: Mapping[str, str], file: IO[bytes], checksum: bool) -> None:
+    if not checksum or local_path(place.folder) is not None:
+        write_safetensors(shard, metadata, file, checksum)
+        return
+    whole = io.BytesIO()  # the sums stand at its beginning, and what was sent can't be changed
+    write_safetensors(shard, metadata, whole, checksum)
+    file.write(whole.getbuffer())
 
 
 @contextmanager
@@ -308,8 +322,7 @@ def _target(path: PathLike) -> Iterator[Place]:
     os.makedirs(beside or folder, exist_ok=True)
     try:
         yield Place(beside or folder, place.stem)
-        if beside is not None:
-            swap(beside, folder)
+        swap(beside, folder) if beside is not None else remove_hidden(folder)
     except BaseException:
         if is_new:
             with suppress(OSError):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which key of a file holds an object that safe loading refuses; found out without running anything in the file."""
 
+import io
 import pickle
 import zipfile
 from collections import OrderedDict
@@ -8,6 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+
+from fabric.plugins.io.contents import validate_pickle
 
 
 class Refused(NamedTuple):
@@ -34,11 +37,11 @@ def find_refused(source: Any) -> Refused | None:
         if not unsafe:
             return None
         content = _load_inert(source)
+        for key, origin in _walk(content, ""):
+            if origin in unsafe:
+                return Refused(key or "(the whole file)", origin)
     except Exception:  # damaged in some way: then the file as a whole is the news, and not one object in it
         return None
-    for key, origin in _walk(content, ""):
-        if origin in unsafe:
-            return Refused(key or "(the whole file)", origin)
     return Refused("(not found)", min(unsafe))
 
 
@@ -101,16 +104,21 @@ def _load_inert(source: Any, unpickler: type[_InertUnpickler] = _InertUnpickler)
     rewind(source)
     with zipfile.ZipFile(source) as archive:
         name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
-        with archive.open(name) as file:
-            return unpickler(file).load()
+        data = archive.read(name)
+    validate_pickle(data)
+    return unpickler(io.BytesIO(data)).load()
 
 
-def _walk(value: Any, key: str) -> Iterator[tuple[str, str]]:
-    """The key and origin of everything that stands for a name, from the outside in."""
+def _walk(value: Any, key: str, seen: set[int] | None = None) -> Iterator[tuple[str, str]]:
+    """The key and origin of everything that stands for a name, from the outside in; of what recurs the first time."""
+    seen = set() if seen is None else seen
+    if id(value) in seen:
+        return
+    seen.add(id(value))
     if isinstance(value, _Inert) or (isinstance(value, type) and issubclass(value, _Inert)):
         yield key, value.origin
     for inner_key, item in _items(value, key):
-        yield from _walk(item, inner_key)
+        yield from _walk(item, inner_key, seen)
 
 
 def _items(value: Any, key: str) -> Iterator[tuple[str, Any]]:

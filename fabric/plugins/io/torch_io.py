@@ -10,9 +10,10 @@ import torch
 from typing_extensions import override
 
 from fabric.plugins.io.checkpoint_io import CheckpointIO
+from fabric.plugins.io.contents import in_short, records_of, validate_nesting
 from fabric.plugins.io.refused import find_refused
-from fabric.plugins.io.whole_file import os_errors_name, replacing_file
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.plugins.io.whole_file import first_errors, os_errors_name, replacing_file
+from fabric.utilities.cloud_io import local_path, open_remote, split_url, validate_is_file
 from fabric.utilities.types import PathLike
 
 
@@ -39,9 +40,9 @@ class TorchCheckpointIO(CheckpointIO):
         with os_errors_name(path):
             local = local_path(path)
             if local is not None:
+                validate_is_file(local)
                 return _load(local, path, map_location, weights_only)
-            filesystem, inner = split_url(path)
-            with filesystem.open(inner, "rb") as file:
+            with open_remote(path) as file:
                 return _load(file, path, map_location, weights_only)
 
     @override
@@ -65,18 +66,16 @@ class TorchCheckpointIO(CheckpointIO):
 
 def write_archive(checkpoint: Any, file: Any) -> None:
     """`torch.save` into an open file, with the error itself where writing fails."""
-    try:
+    with first_errors():
         torch.save(checkpoint, file)
-    except RuntimeError as error:
-        # After a failed write PyTorch still wants to close the archive, and complains that something is missing in it.
-        if isinstance(error.__context__, OSError):
-            raise error.__context__ from None
-        raise
 
 
 def _load(source: Any, path: PathLike, map_location: Any, weights_only: bool, mmap: bool = False) -> Any:
     try:
-        return torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mmap)
+        records_of(source)
+        content = torch.load(source, map_location=map_location, weights_only=weights_only, mmap=mmap)
+        validate_nesting(content)
+        return content
     except OSError:
         raise
     except Exception as error:
@@ -84,7 +83,7 @@ def _load(source: Any, path: PathLike, map_location: Any, weights_only: bool, mm
             _raise_if_refused(source, path, error)
         raise ValueError(
             f"`{os.fspath(path)}` can't be read as a checkpoint. It is damaged or incomplete, or it was not written by"
-            f" `fabric.save` or `torch.save` ({type(error).__name__}: {_first_line(error)})."
+            f" `fabric.save` or `torch.save` ({in_short(error)})."
         ) from error
 
 
@@ -98,8 +97,3 @@ def _raise_if_refused(source: Any, path: PathLike, error: Exception) -> None:
         " by default, since unpickling it can run code. If you trust the file, pass `weights_only=False`, or allow the"
         f" type alone with `torch.serialization.add_safe_globals([{name}])`."
     ) from error
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".") if lines else "no message"

@@ -7,10 +7,13 @@ import stat
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.utilities.cloud_io import is_from_client, is_object_store, local_path, split_url
 from fabric.utilities.types import PathLike
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 try:
     import fcntl
@@ -65,14 +68,38 @@ def os_errors_name(path: PathLike) -> Iterator[None]:
         number = error.errno or _NUMBERS.get(type(error))
         if number is None:
             raise OSError(f"`{os.fspath(path)}`: {error}") from error
-        raise OSError(number, os.strerror(number), os.fspath(path)) from error  # makes the matching subclass
+        raise OSError(number, _description(error, number, path), os.fspath(path)) from error  # the matching subclass
+    except Exception as error:
+        if not is_from_client(error):
+            raise
+        raise OSError(f"`{os.fspath(path)}`: {error}") from error
+
+
+@contextmanager
+def first_errors() -> Iterator[None]:
+    """The error of a write itself: after it PyTorch still closes the archive, and complains what is missing in that."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__context__, OSError):
+            raise error.__context__ from None
+        raise
+
+
+def _description(error: OSError, number: int, path: PathLike) -> str:
+    """What the system calls it, and what a remote one says beyond that."""
+    text = os.strerror(number)
+    said = error.strerror or str(error)
+    if local_path(path) is not None or said == text or "://" in said or said in os.fspath(path):
+        return text
+    return said if said.startswith(text) else f"{text} ({said.strip().rstrip('.')})"
 
 
 @contextmanager
 def _replacing_local(target: str) -> Iterator[IO[bytes]]:
     directory, name = os.path.split(target)
     prefix = f".{name[:60]}."
-    _remove_stale(directory, prefix)
+    _remove_all_stale(directory, prefix)
     temporary = os.path.join(directory, f"{prefix}{uuid.uuid4().hex[:8]}.tmp")
     try:
         with open(temporary, "xb") as file:
@@ -101,14 +128,18 @@ def _lock(descriptor: int) -> bool:
     return True
 
 
-def _remove_stale(directory: str, prefix: str) -> None:
+def _remove_all_stale(directory: str, prefix: str) -> None:
     """Remove what saves to the same place left when they were killed, and nothing that is still being written."""
     for name in os.listdir(directory):
         if name.startswith(prefix) and name.endswith(".tmp"):
-            path = os.path.join(directory, name)
-            with suppress(OSError), open(path, "rb") as file:
-                if _lock(file.fileno()):
-                    os.remove(path)
+            remove_stale(os.path.join(directory, name))
+
+
+def remove_stale(path: str) -> None:
+    """Remove a temporary file that `replacing_file` made, unless it is still being written."""
+    with suppress(OSError), open(path, "rb") as file:
+        if _lock(file.fileno()):
+            os.remove(path)
 
 
 def sync_directory(directory: str) -> None:
@@ -126,6 +157,10 @@ def _replacing_remote(path: PathLike, storage_options: Mapping[str, Any]) -> Ite
     filesystem, target = split_url(path, **storage_options)
     if filesystem.isdir(target):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if is_object_store(filesystem):
+        with _uploading(filesystem, target) as file:
+            yield file
+        return
     parent = filesystem._parent(target)
     if parent and not filesystem.exists(parent):
         filesystem.makedirs(parent, exist_ok=True)
@@ -137,4 +172,18 @@ def _replacing_remote(path: PathLike, storage_options: Mapping[str, Any]) -> Ite
     except BaseException:
         with suppress(Exception):
             filesystem.rm(temporary)
+        raise
+
+
+@contextmanager
+def _uploading(filesystem: "AbstractFileSystem", target: str) -> Iterator[IO[bytes]]:
+    """No temporary object, which a kill would leave: the old one is there until the upload is complete."""
+    file = filesystem.open(target, "wb")
+    try:
+        yield file
+        file.close()
+    except BaseException:
+        with suppress(Exception):
+            file.discard()
+        file.closed = True  # closing it would complete the upload
         raise

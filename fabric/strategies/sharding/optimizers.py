@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from fabric.checkpoint.state.shards import is_sharded, placed_like
+from fabric.checkpoint.state.shards import is_sharded, placed_like, replicated_like
 
 
 def validate_owned(optimizer: Optimizer, known: Collection[int]) -> None:
@@ -63,6 +63,8 @@ def _as_parameter(key: str, value: Any, parameter: Tensor, on_device: bool) -> A
     if key == "step":  # float32 in any case, and on the CPU unless the kernel wants it; as in `load_state_dict`
         return value.to(parameter.device) if on_device else value
     dtype = parameter.dtype if value.is_floating_point() else value.dtype
+    if is_sharded(parameter) and value.shape != parameter.shape and value.numel() > 1:
+        return replicated_like(value.to(dtype), parameter)
     if value.shape != parameter.shape:
         return value.to(device=parameter.device, dtype=dtype)
     return placed_like(value, parameter, dtype)

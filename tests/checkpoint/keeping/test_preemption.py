@@ -42,6 +42,8 @@ SCRIPT = """
     finally:
         say("finished", last + 1)
 """
+# Those whose checkpoints are written by threads, one after each step.
+IN_BACKGROUND = ("python, USR1 to rank 1", "fabric run, USR1")
 # Who gets it: ranks by number, or the process that was started.
 CASES = {
     "python, rank 0": ("python", [0], signal.SIGTERM),
@@ -58,7 +60,11 @@ def _train(context: RankContext, directory: Path, steps: int) -> Trained:
 
 @pytest.mark.parametrize("pair", [list(CASES)[:3], list(CASES)[3:]], ids=["python", "fabric run"])
 def test_a_signal_costs_no_step(tmp_path: Path, pair: list[str]) -> None:
-    jobs = {case: start(tmp_path / case, CASES[case][0]) for case in pair}  # at once: the most time is `import torch`
+    texts = dict.fromkeys(pair, SCRIPT)
+    for case in IN_BACKGROUND:
+        texts[case] = SCRIPT.replace("every=10**9", "every=1, keep_last=1, blocking=False")
+    # At once: the most time is `import torch`.
+    jobs = {case: start(tmp_path / case, CASES[case][0], texts[case]) for case in pair}
     try:
         stops = {case: strike(job, *CASES[case][1:]) for case, job in jobs.items()}
     finally:
@@ -72,8 +78,8 @@ def test_a_signal_costs_no_step(tmp_path: Path, pair: list[str]) -> None:
             assert all(map(torch.equal, rest.parameters, expected.parameters))
 
 
-def start(folder: Path, way: str) -> Job:
-    path, environ = script(folder, SCRIPT), {"PYTHONPATH": ROOT}
+def start(folder: Path, way: str, text: str) -> Job:
+    path, environ = script(folder, text), {"PYTHONPATH": ROOT}
     if way == "python":
         return python(path, folder=folder, environ=environ)
     return fabric_run("--devices", "2", path, folder=folder, environ=environ)

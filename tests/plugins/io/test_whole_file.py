@@ -3,8 +3,6 @@ import os
 import re
 import resource
 import stat
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,41 +83,6 @@ def test_what_a_killed_save_left_is_removed_and_what_is_being_written_is_not(tmp
         assert len(os.listdir(tmp_path)) == 3  # ours, the other checkpoint's, and the file
     assert path.read_bytes() == b"slow"
     assert sorted(os.listdir(tmp_path)) == [".b.pt.0123abcd.tmp", "a.pt"]
-
-
-KILLS = """
-import os, random, signal, sys, time
-import torch
-from fabric.plugins.io import TorchCheckpointIO
-
-io, path = TorchCheckpointIO(), sys.argv[1]
-torch.set_num_threads(1)  # forks of a process that has used OpenMP hang
-
-def save_for_ever(started):
-    step = 0
-    while True:
-        step += 1
-        io.save_checkpoint({"step": step, "w": torch.full((200_000,), float(step))}, path)
-        os.write(started, b"x")
-
-for attempt in range(10):
-    wait, started = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        save_for_ever(started)
-    os.read(wait, 1)
-    time.sleep(random.random() * 0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    content = io.load_checkpoint(path)
-    assert torch.equal(content["w"], torch.full((200_000,), float(content["step"])))
-io.save_checkpoint({"step": 0}, path)
-assert os.listdir(os.path.dirname(path)) == [os.path.basename(path)]
-"""
-
-
-def test_a_kill_at_any_moment_leaves_a_whole_file(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", KILLS, str(tmp_path / "a.pt")], check=True, timeout=120)
 
 
 def test_a_full_disk_is_named() -> None:
