@@ -27,11 +27,17 @@ SET_BY_OTHERS = ("PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE
 TESTS_OF_THEIR_OWN = ("test_examples.py", "test_kill.py", "test_launch.py", "test_subprocess.py")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With several pytest workers, let one take a file as a whole, but for the files of long tests."""
-    for item in items:
-        if item.path.name not in TESTS_OF_THEIR_OWN:
-            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return nodeid if Path(file).name in TESTS_OF_THEIR_OWN else file
+
+    return ByFile(config, log)
 
 
 @pytest.fixture(autouse=True)

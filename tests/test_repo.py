@@ -151,7 +151,7 @@ def readme_commands() -> list[str]:
 def test_readme_has_two_commands_and_ci_reads_them_from_there() -> None:
     train, test = readme_commands()
     assert "examples/gpt/main.py" in train
-    assert test.endswith("pytest -n 3 --dist loadgroup")
+    assert test.endswith("pytest -n 3")
     assert "grep '^pip install -c constraints.txt ' README.md" in (ROOT / ".ci" / "run").read_text()
 
 

@@ -13,10 +13,11 @@ from torch import Tensor
 from fabric.checkpoint.access import Attempts, StateAccess
 from fabric.checkpoint.files.safetensors_file import DTYPES
 from fabric.checkpoint.files.torch_file import open_file, read_torch_file, write_torch_file
-from fabric.checkpoint.folder.folders import MARKER, is_committed, is_folder, save_folder
+from fabric.checkpoint.folder.folders import save_folder
+from fabric.checkpoint.folder.marker import MARKER, is_committed, is_folder
 from fabric.checkpoint.layouts import Format
 from fabric.checkpoint.sources import FolderSource
-from fabric.checkpoint.state.flatten import Path
+from fabric.checkpoint.state.flatten import Path, problem_of_items, put
 from fabric.checkpoint.state.later import Later, is_rows, later, replaced
 from fabric.checkpoint.state.naming import by_name, by_number
 from fabric.checkpoint.weights.places import SUFFIX, names_in_folder
@@ -164,6 +165,9 @@ def _flat(content: Any) -> dict[Path, Any]:
     flat: dict[Path, Any] = {}
     for key, value in content.items():
         _flatten(value, (str(key),), flat)
+    problem = problem_of_items(flat)
+    if problem is not None:
+        raise ValueError(problem)
     return flat
 
 
@@ -175,7 +179,7 @@ def _flatten(value: Any, path: Path, flat: dict[Path, Any]) -> None:
         for index, group in enumerate(state["param_groups"]):
             flat.update({(*path, "param_groups", index, str(option)): item for option, item in group.items()})
     elif not _holds_later(value) or isinstance(value, Later):
-        flat[path] = value
+        put(flat, path, value)
     elif isinstance(value, Mapping):
         for key, item in value.items():
             _flatten(item, (*path, str(key)), flat)

@@ -11,7 +11,9 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from weakref import ref
 
@@ -112,12 +114,11 @@ class BackgroundSaves:
     """The saves of a strategy that go on beside its loop: one at a time."""
 
     def __init__(self) -> None:
-        self._last: SaveHandle | None = None
+        self._end = _End()
         self._buffers = Buffers()
         self._group: ref[ProcessGroup] | None = None  # weakly: leaving the default group shall end it
-        self._has_failed = False  # at the end of the script
         self._tells = False
-        atexit.register(_end_with_failure, ref(self))  # before the launcher's handlers, so it runs after them
+        atexit.register(self._end.fail)  # before the launcher's handlers, so it runs after them
 
     def settle(self, access: StateAccess, busy: Busy = "wait") -> None:
         """Make sure that nothing is being written, and that an error of the last save was heard. Collective.
@@ -130,7 +131,7 @@ class BackgroundSaves:
             RuntimeError: If it is still being written and must not be waited for; on all ranks.
             Exception: The error of the last save, unless each rank has got it from the handle.
         """
-        last = self._last
+        last = self._end.last
         if last is None:
             return
         if busy == "raise" and not all(access.gather_objects(last.done())):
@@ -139,7 +140,7 @@ class BackgroundSaves:
                 " `result()`, or leave out `busy`."
             )
         last.wait()
-        self._last = None
+        self._end.last = None
         told = access.gather_objects(last.error is None or last.is_told)
         last.is_told = True
         if not all(told):
@@ -170,10 +171,11 @@ class BackgroundSaves:
             is_wanted = True
         finally:
             handle._go(is_wanted)
-        self._last = handle
+        self._end.last = handle
         if not self._tells:
             self._tells = True
-            atexit.register(_tell, ref(self))  # after the launcher's, so it runs before: they look for an error
+            atexit.register(self._end.tell)  # after the launcher's, so it runs before: they look for an error
+            _before_executors_end(self._end.wait)
         return handle
 
     def close(self) -> None:
@@ -182,7 +184,7 @@ class BackgroundSaves:
         Raises:
             Exception: Its error, unless somebody has got it from the handle.
         """
-        last, self._last = self._last, None
+        last, self._end.last = self._end.last, None
         self._buffers = Buffers()
         if last is None:
             return
@@ -191,33 +193,51 @@ class BackgroundSaves:
             last.is_told = True
             raise last.error
 
-    def untold(self) -> BaseException | None:
-        """The error of the last save, if it has ended and nobody has got it; nobody will after that."""
-        last = self._last
-        if last is None or last.is_told or not last.done():
-            return None
-        last.is_told = True
-        return last.error
-
-    def tell(self) -> None:
-        """Report the error of a last save as one that nobody caught. Python has waited for the thread by then."""
-        error = self.untold()
-        if error is not None:
-            self._has_failed = True
-            sys.last_value = error
-            sys.excepthook(type(error), error, error.__traceback__)
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether `tell` has reported an error."""
-        return self._has_failed
-
     def _group_of(self, access: StateAccess) -> "ProcessGroup | None":
         group = None if self._group is None else self._group()
         if group is None:
             group = access.create_cpu_group()
             self._group = None if group is None else ref(group)
         return group
+
+
+class _End:
+    """What the end of the script looks at. By then the strategy may be gone, as that of a function's own `Fabric`."""
+
+    def __init__(self) -> None:
+        self.last: SaveHandle | None = None
+        self._has_failed = False
+
+    def wait(self) -> None:
+        """Wait for a last save."""
+        if self.last is not None:
+            self.last.wait()
+
+    def tell(self) -> None:
+        """Report the error of a last save as one that nobody caught. Python has waited for the thread by then."""
+        last = self.last
+        if last is None or last.error is None or last.is_told:
+            return
+        last.is_told = self._has_failed = True
+        sys.last_value = last.error
+        sys.excepthook(type(last.error), last.error, last.error.__traceback__)
+
+    def fail(self) -> None:
+        """Python's exit code does not depend on what happens in its exit handlers."""
+        if self._has_failed:
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
+
+
+def _before_executors_end(function: Callable[[], None]) -> None:
+    """At Python's end executors refuse work before threads are waited for; S3 needs one to look up a host's name."""
+    import_module("concurrent.futures.thread")  # registers its own end, and the last registered is called first
+    # Private, as nothing public comes so early. Without it such a save fails, and the script says so.
+    register = getattr(threading, "_register_atexit", None)
+    with suppress(RuntimeError):  # Python is ending already
+        register(function) if register is not None else None
 
 
 def finished(path: PathLike) -> SaveHandle:
@@ -256,18 +276,3 @@ def _as_exception(error: BaseException | None) -> Exception | None:
     if error is None or isinstance(error, Exception):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")
-
-
-def _tell(saves: "ref[BackgroundSaves]") -> None:
-    if (living := saves()) is not None:
-        living.tell()
-
-
-def _end_with_failure(saves: "ref[BackgroundSaves]") -> None:
-    """Python's exit code does not depend on what happens in its exit handlers."""
-    living = saves()
-    if living is not None and living.has_failed:
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(1)

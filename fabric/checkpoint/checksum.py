@@ -12,16 +12,13 @@ import errno
 import io
 import os
 import zipfile
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
-import torch
-
-from fabric.checkpoint.files.sums import MARK
+from fabric.checkpoint.files.sums import MARK, sum_of, writing_sums
 from fabric.checkpoint.files.torch_file import open_file
-from fabric.checkpoint.folder.folders import MARKER, is_committed, is_folder
+from fabric.checkpoint.folder.marker import MARKER, is_committed, is_folder
 from fabric.checkpoint.weights.checking import ADVICE, validate_weights
 from fabric.checkpoint.weights.reading import find_files, is_weights_path
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
@@ -33,22 +30,6 @@ from fabric.utilities.types import PathLike
 
 _END = 22  # bytes of the last record of a zip archive without a comment, whose last two are the comment's length
 _CHUNK = 1 << 20
-
-
-def sum_of(metadata: bytes) -> bytes:
-    """What follows the metadata of a folder in its file."""
-    return MARK + f" {zlib.crc32(metadata):08x}".encode()
-
-
-@contextmanager
-def writing_sums() -> Iterator[None]:
-    """Inside, PyTorch writes the sums, though the user may have told it not to."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(True)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
 
 
 def write_marked_file(content: Any, path: PathLike) -> None:

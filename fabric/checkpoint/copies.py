@@ -4,8 +4,10 @@
 import copy
 import ctypes
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
+from contextlib import suppress
+from threading import Thread
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +18,8 @@ from fabric.checkpoint.state.later import Later, replaced
 from fabric.checkpoint.state.shards import is_sharded
 
 T = TypeVar("T")
+
+_CHUNK = 4 << 20  # bytes that a thread copies before it looks for more: under a millisecond
 
 
 class Buffers:
@@ -37,7 +41,8 @@ class Buffers:
         number = self._used[key]
         self._used[key] += 1
         if number == len(same):
-            same.append(torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned))
+            with torch.inference_mode(False):  # they are written to in any mode later
+                same.append(torch.empty_like(tensor, device="cpu", requires_grad=False, pin_memory=pinned))
         return same[number]
 
     def end(self) -> None:
@@ -87,6 +92,7 @@ class Copies:
         self._alive: list[Any] = []  # so that no other object gets the id of one of these
         self._of_memory: dict[Hashable, Tensor] = {}
         self._devices: set[torch.device] = set()
+        self._moves: list[tuple[int, int, int]] = []  # on the CPU: target, source, bytes
 
     def of(self, content: T) -> T:
         """A copy of a whole content; plain values are copied too. It is complete when this returns."""
@@ -118,6 +124,18 @@ class Copies:
             self._done[id(tensor)] = self._done[id(made)] = made
         return self._done[id(tensor)]
 
+    def of_gathered(self, tensor: Tensor) -> Tensor:
+        """A copy, complete when this returns, of a tensor that nobody else holds; it may go then."""
+        if _is_plain(tensor):
+            made = self._buffers.take(tensor)
+            self._copy_into(made, tensor.detach())
+            self._wait()
+        else:
+            made = tensor.detach().to("cpu", copy=True)
+        self._alive.append(made)
+        self._done[id(made)] = made
+        return made
+
     def _copy(self, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             return tensor
@@ -127,23 +145,48 @@ class Copies:
         if not tensor.numel() or place not in self._of_memory:
             self._alive.append(tensor)
             made = self._buffers.take(tensor)
-            _copy_into(made, tensor)
+            self._copy_into(made, tensor)
             self._of_memory[place] = made
-            if tensor.is_cuda:
-                self._devices.add(tensor.device)
         return self._of_memory[place]
 
+    def _copy_into(self, made: Tensor, tensor: Tensor) -> None:
+        """Complete after `_wait`."""
+        if tensor.device.type == "cpu" and tensor.is_contiguous():
+            self._moves.append((made.data_ptr(), tensor.data_ptr(), tensor.nbytes))
+            return
+        made.copy_(tensor, non_blocking=tensor.is_cuda)
+        if tensor.is_cuda:
+            self._devices.add(tensor.device)
+
     def _wait(self) -> None:
+        _move(self._moves, torch.get_num_threads())
+        self._moves = []
         for device in self._devices:
             torch.cuda.current_stream(device).synchronize()
 
 
-def _copy_into(made: Tensor, tensor: Tensor) -> None:
-    """On the CPU by one thread: PyTorch's would wait for each other at each tensor, which takes long on a busy CPU."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
-        ctypes.memmove(made.data_ptr(), tensor.data_ptr(), tensor.nbytes)
-    else:
-        made.copy_(tensor, non_blocking=tensor.is_cuda)
+def _move(moves: list[tuple[int, int, int]], threads: int) -> None:
+    """Copy memory. Each thread takes the next piece when it has done one, so that none waits for one that is held up.
+
+    PyTorch's threads would wait for each other at each tensor, which takes long on a busy CPU.
+    """
+    pieces = deque(
+        (target + start, source + start, min(_CHUNK, size - start))
+        for target, source, size in moves
+        for start in range(0, size, _CHUNK)
+    )
+
+    def work() -> None:
+        with suppress(IndexError):
+            while True:
+                ctypes.memmove(*pieces.popleft())
+
+    helpers = [Thread(target=work, name="fabric-copy") for _ in range(min(threads, 4, len(pieces)) - 1)]
+    for helper in helpers:
+        helper.start()
+    work()
+    for helper in helpers:
+        helper.join()
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -13,7 +13,7 @@ from fabric.checkpoint.locks import keeping
 from fabric.checkpoint.restoring.matching import Action, Matching
 from fabric.checkpoint.sources import Source, open_source
 from fabric.checkpoint.state.naming import names_in, parts_in
-from fabric.checkpoint.state.shards import is_sharded
+from fabric.checkpoint.state.shards import holds_sharded, is_sharded
 from fabric.checkpoint.state.tree import is_stateful
 from fabric.checkpoint.weights.reading import for_module_in
 from fabric.plugins.io import CheckpointIO
@@ -132,7 +132,7 @@ def _needs_parts(state: Any, access: StateAccess) -> bool:
     """Whether this rank needs a part of a file only, and so reads and checks a part only."""
     parts = [part for _, part in parts_in(state)]
     tensors = (t for part in parts for t in (part.parameters() if isinstance(part, Module) else _parameters(part)))
-    return access.state_is_distributed or any(map(is_sharded, tensors))
+    return access.state_is_distributed or any(map(is_sharded, tensors)) or holds_sharded(state)
 
 
 def _share(state: Any, access: StateAccess) -> tuple[int, int]:

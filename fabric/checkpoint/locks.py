@@ -5,8 +5,9 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from fabric.checkpoint.folder.folders import MARKER
+from fabric.checkpoint.folder.marker import MARKER
 from fabric.checkpoint.weights.places import markers_in
+from fabric.plugins.io.whole_file import unlock
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.types import PathLike
 
@@ -32,6 +33,7 @@ def reading(path: str) -> Iterator[bool]:
     try:
         yield _lock(descriptor, exclusive=False) is not False and _is_at(descriptor, path)
     finally:
+        unlock(descriptor)
         os.close(descriptor)
 
 
@@ -67,6 +69,7 @@ def being_read(path: str) -> Iterator[bool]:
     try:
         yield _lock(descriptor, exclusive=True) is False
     finally:
+        unlock(descriptor)
         os.close(descriptor)
 
 

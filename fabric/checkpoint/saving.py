@@ -148,7 +148,7 @@ def _whole(
     if access.state_is_distributed:
         content = united(content, state, access, attempts)
     elif gather:
-        content = gathered(content, access, attempts, Tensor.cpu if copies is None else copies.of_tensor)
+        content = gathered(content, access, attempts, Tensor.cpu if copies is None else copies.of_gathered)
         attempts.agree(access)
     return content if access.is_global_zero else None
 

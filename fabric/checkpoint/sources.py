@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from fabric.checkpoint.folder.folders import MARKER, damaged, is_committed, is_folder
+from fabric.checkpoint.folder.marker import MARKER, damaged, is_committed, is_folder
 from fabric.checkpoint.state.flatten import unflatten
 from fabric.checkpoint.state.later import replaced
 from fabric.checkpoint.state.shards import is_sharded, placed_like

@@ -108,10 +108,10 @@ class Keep(Identity):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned; with ranks in another number or layout the RNGs are seeded anew."""
         self._require_launch("load_state_dict")
+        own = self._share_of_batches()
+        shares = self._strategy.gather_objects(own)  # before anything can fail on this rank alone
         self._precision.load_state_dict(state_dict["precision"])
         self._callbacks.load_state_dict(state_dict["callbacks"])
-        own = self._share_of_batches()
-        shares = self._strategy.gather_objects(own)
         set_rng_states(
             state_dict["rng"],
             rank=self.global_rank,

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from fabric import data
+from fabric.checkpoint.state.tree import holds_stateful
 from fabric.wrappers.module import _FabricModule
 from fabric.wrappers.optimizer import _FabricOptimizer
 
@@ -45,7 +46,7 @@ def _copy_plain_values(unwrapped: Any, collection: Any) -> Any:
         return collection
     if type(unwrapped) in (list, tuple) and type(collection) is type(unwrapped):
         values = unwrapped
-        if len(unwrapped) == len(collection):  # else there are only plain values in it
+        if len(unwrapped) == len(collection) and holds_stateful(collection):  # else plain values took their place
             values = [_copy_plain_values(*pair) for pair in zip(unwrapped, collection, strict=True)]
         if isinstance(collection, tuple):
             return tuple(values)

@@ -419,3 +419,30 @@ def test_a_file_is_mapped_where_only_a_part_is_needed(tmp_path: Path) -> None:
     assert (read["w"].sum(), mapped["w"].sum()) == (3, 0)  # what is mapped is read when it is used
     torch.save({"w": torch.ones(3)}, path, _use_new_zipfile_serialization=False)
     assert torch.equal(io.map_checkpoint(path)["w"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({1: torch.ones(1), "1": torch.zeros(1)}, "two values would have the key `value.1` in the folder"),
+        (torch.eye(2).to_sparse(), "`value` is a sparse_coo tensor"),
+    ],
+)
+def test_what_a_folder_can_not_hold_is_not_lost_in_silence(value: Any, text: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=re.escape(text)):
+        save(tmp_path / "a", {"value": value}, **WITH)
+
+
+def test_a_folder_of_before_pytorch_2_4(tmp_path: Path) -> None:
+    """Its metadata name the properties of tensors by another place."""
+    from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
+
+    saved(tmp_path / "a")
+    marker = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(marker.read_bytes())
+    for item in metadata.state_dict_metadata.values():
+        if hasattr(item, "properties"):
+            item.properties = TensorProperties(dtype=item.properties.dtype)
+    del metadata.version
+    marker.write_bytes(pickle.dumps(metadata))
+    assert same(loaded(tmp_path / "a"), expected())

@@ -16,7 +16,7 @@ from tests.ranks import RankContext, run_ranks
 pytest.importorskip("safetensors")
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of PyTorch's, about pickles that make no sense
 
-CASES = 24  # of each layout
+CASES = 16  # of each layout
 BY_RANKS = 16
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is being loaded is not removed by those who keep a folder tidy."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from fabric import Fabric
 from fabric.checkpoint.keeping.folder import open_folder
+from fabric.plugins.io.whole_file import replacing_file
 from fabric.strategies import FSDPStrategy
 from tests.ranks import RankContext, run_ranks
 
@@ -58,3 +60,31 @@ def test_what_is_wrong_with_a_path_is_said_by_the_reader(path: str, tmp_path: Pa
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(OSError, match=path):
         Fabric(accelerator="cpu", devices=1).load(tmp_path / path, {"w": torch.zeros(1)})
+
+
+def test_a_child_that_is_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
+    """Such as a data worker that starts while a thread writes, or while a checkpoint is restored."""
+    folder = open_folder(str(tmp_path))
+    end, until = os.pipe()
+    with replacing_file(tmp_path / "written", {}):
+        children = [_forked(end, until)]
+    (tmp_path / "read").touch()
+    with folder.reading("read"):
+        children.append(_forked(end, until))
+    with folder.reading("written") as is_there:
+        assert is_there
+    assert [folder.remove(name) for name in ("written", "read")] == [True, True]
+    os.close(until)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(end)
+
+
+def _forked(end: int, until: int) -> int:
+    """A child that lives until nobody has `until` open."""
+    child = os.fork()
+    if child == 0:
+        os.close(until)
+        os.read(end, 1)
+        os._exit(0)
+    return child

@@ -230,3 +230,12 @@ def test_the_file_of_another_checkpoint(tmp_path: Path) -> None:
     shutil.copy(other, file)
     os.truncate(file, max(size, file.stat().st_size))
     assert check(tmp_path / "a", "folder") != "loaded"
+
+
+def test_of_very_many_names_none_is_said_to_be_the_nearest() -> None:
+    """Comparing each with each would take minutes."""
+    differences = Differences()
+    differences.names("net", [f"net.{n}" for n in range(6000)], [f"old.net.{n}" for n in range(6000)])
+    with pytest.raises(RuntimeError, match=r"missing     net: net\.0\n") as caught:
+        differences.raise_if_any("a.pt")
+    assert "nearest" not in str(caught.value)

@@ -273,3 +273,24 @@ def test_an_error_while_restoring_says_what_was_restored(kind: str, error: type,
         ' state["value"]. Load a whole checkpoint into these objects before you go on.'
     )
     assert run_ranks(2, _load_in_part, path, kind) == [(error, text, [note], [1.0, 1.0])] * 2
+
+
+def _load_callback(context: RankContext, path: str, failing: int) -> tuple[str, str]:
+    callback = Fails(False)
+    fabric = context.fabric(callbacks=[callback])
+    fabric.save(path, {"fabric": fabric})
+    callback.fails = fabric.global_rank == failing
+    error: Any = None
+    try:
+        fabric.load(path, {"fabric": fabric})
+    except Exception as caught:
+        error = caught
+    fabric.barrier()  # nobody has left the others behind
+    return type(error).__name__, str(error)
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_callback_that_one_rank_can_not_restore_is_seen_by_all(failing: int, tmp_path: Path) -> None:
+    """Fabric's own state is collective."""
+    found = run_ranks(2, _load_callback, str(tmp_path / "a.pt"), failing)
+    assert found == [("LookupError", "no state here")] * 2

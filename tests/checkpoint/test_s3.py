@@ -87,6 +87,9 @@ def test_layouts_take_each_others_place(fabric: Fabric, files: Any) -> None:
     assert len(in_bucket(files, "runs")) == 2
     with pytest.raises(IsADirectoryError, match=re.escape("[Errno 21] Is a directory: 's3://runs/a'")):
         fabric.save("s3://runs/a", at(5), format="torch")
+    for steps, format in enumerate(("torch", "safetensors"), start=1):
+        fabric.save("s3://runs/b", at(steps), format=format)
+        assert same(loaded(fabric, "s3://runs/b"), expected(steps))
 
 
 @pytest.mark.parametrize("format", ["torch", "sharded"])
@@ -283,6 +286,27 @@ def test_an_error_leaves_the_old_one_and_no_upload(address: str) -> None:
         assert in_bucket(files, "runs") == ["a"]
         assert files.cat("runs/a") == b"old"
         files.rm("runs/a")
+
+
+AT_THE_END = """
+import sys
+import fsspec
+from tests.checkpoint.buckets import KEYS
+from fabric import Fabric
+
+fsspec.config.conf["s3"] = {"endpoint_url": sys.argv[1], **KEYS}
+fabric = Fabric(accelerator="cpu", devices=1)
+fabric.launch()
+fabric.save("s3://runs/a", {"step": 1}, blocking=False)
+"""
+
+
+def test_the_end_of_a_script_waits_though_a_host_has_to_be_looked_up(address: str, fabric: Fabric, files: Any) -> None:
+    command = [sys.executable, "-c", AT_THE_END, address.replace("127.0.0.1", "localhost")]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert fabric.load("s3://runs/a") == {"step": 1}
 
 
 # forks

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from fabric import Fabric
 from fabric.checkpoint import load, load_raw, save
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.strategies import SingleDeviceStrategy
@@ -523,3 +524,103 @@ def test_tensors_in_a_plain_list_go_to_the_device_of_those_that_they_replace(tmp
     load(path, state, **WITH)
     assert state["means"][0].device.type == "meta"
     assert state["means"][1] == 3
+
+
+class Grows(nn.Module):
+    """Its further state has another size with each call."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(size)))
+        self.log = torch.arange(size)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.log
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.log = state
+
+
+class Versioned(nn.Module):
+    """Translates what its former version has saved."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, metadata: Any, *args: Any) -> None:
+        if (metadata.get("version") or 0) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 100
+        super()._load_from_state_dict(state_dict, prefix, metadata, *args)
+
+
+class Counting(torch.optim.SGD):
+    """Has more in its state than parameter groups."""
+
+    count = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "count": self.count}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.count = state_dict["count"]
+        super().load_state_dict({key: state_dict[key] for key in ("state", "param_groups")})
+
+
+class LowRank(torch.optim.Optimizer):
+    """Keeps something smaller than the parameter under a name that PyTorch's optimizers use too."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {"lr": 1.0})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["exp_avg"] = torch.ones(1, parameter.shape[-1])
+
+
+@pytest.mark.parametrize("format", ["torch", "sharded", "safetensors"])
+def test_objects_with_more_than_pytorch_lays_out(format: Any, tmp_path: Path) -> None:
+    def make(size: int) -> dict[str, Any]:
+        last = nn.Linear(3, 2)
+        optimizers = [Counting(last.parameters(), lr=0.1, momentum=0.9), LowRank(last.parameters())]
+        return {"net": nn.Sequential(Grows(size), Versioned(), last), "optimizers": optimizers}
+
+    saved, state = make(3), make(2)
+    saved["net"][2](torch.ones(1, 3)).sum().backward()
+    for optimizer in saved["optimizers"]:
+        optimizer.step()
+    saved["optimizers"][0].count = 7
+    save(tmp_path / "a", saved, format=format, **WITH)
+    load(tmp_path / "a", state, **WITH)
+    assert same(dict(state["net"].state_dict()), dict(saved["net"].state_dict()))
+    for own, other in zip(state["optimizers"], saved["optimizers"], strict=True):
+        assert same(own.state_dict(), other.state_dict())
+
+
+@pytest.mark.parametrize("format", ["torch", "sharded"])
+def test_parameters_in_a_list_are_filled(format: Any, tmp_path: Path) -> None:
+    save(
+        tmp_path / "a",
+        {"scales": [nn.Parameter(torch.ones(2)), ({"x": nn.Parameter(torch.ones(1))}, 3)]},
+        format=format,
+        **WITH,
+    )
+    one, two = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    state: dict[str, Any] = {"scales": [one, ({"x": two}, 0)]}
+    load(tmp_path / "a", state, **WITH)
+    assert state["scales"][0] is one
+    assert state["scales"][1][0]["x"] is two
+    assert same([one, two, state["scales"][1][1]], [torch.ones(2), torch.ones(1), 3])
+
+
+def test_items_of_plain_lists_take_the_place_of_others(tmp_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1)
+    content = {"history": [{"loss": 2}, {"loss": 3}], "pair": ({"new": 1}, 2)}
+    fabric.save(tmp_path / "a.pt", content)
+    state: dict[str, Any] = {"history": [{"old": 1}] * 2, "pair": ({"old": 1}, 0)}
+    history = state["history"]
+    fabric.load(tmp_path / "a.pt", state)
+    assert state == content
+    assert state["history"] is history

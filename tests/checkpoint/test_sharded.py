@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from tests.checkpoint.sharded import WORLD, Net, full_state, make, optimizer_for, plain, same, strategy_for, train
 from tests.ranks import RankContext, run_ranks
@@ -190,6 +191,23 @@ def test_an_object_of_the_users_that_holds_shards(type: str, tmp_path: Path) -> 
     for layout in ("fsdp2", "fsdp4", "single"):
         for copies in run_ranks(WORLD[layout], _average, path, layout, type, True):
             assert same(copies, expected)
+
+
+def _copy_alone(context: RankContext, path: str, layout: str, type: str, load: bool) -> Any:
+    fabric, net, _ = make(context, layout, "sgd", seed=2 if load else 1, type=type)
+    copy = net.module.up.weight.detach().clone()
+    state = {"copy": copy, "several": [copy]}
+    fabric.load(path, state) if load else fabric.save(path, state)
+    assert isinstance(state["copy"], DTensor)
+    assert isinstance(state["several"][0], DTensor)
+    return {"copy": state["copy"].full_tensor(), "several": state["several"][0].full_tensor()}
+
+
+@pytest.mark.parametrize("type", ["full", "sharded"])
+def test_shards_without_their_module_stay_shards(type: str, tmp_path: Path) -> None:
+    path = str(tmp_path / "a")
+    saved = run_ranks(2, _copy_alone, path, "fsdp2", type, False)[0]
+    assert same(run_ranks(2, _copy_alone, path, "fsdp2", type, True)[0], saved)
 
 
 def _save_unlike(context: RankContext, path: str) -> tuple[str, str]:

@@ -382,6 +382,26 @@ def test_a_kill_at_any_step_leaves_the_old_or_the_new_one(
     assert outcomes == {STEPS, STEPS + 1}
 
 
+@pytest.mark.parametrize("size", [None, SMALL])
+def test_an_interruption_after_the_last_step_leaves_the_new_one(
+    size: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = saved(tmp_path / "a", max_shard_size=size)
+    net, optimizer = plain("adam", STEPS)
+    replace = os.replace
+
+    def interrupted(source: Any, target: Any) -> None:
+        replace(source, target)
+        if str(target).endswith(("model.safetensors", ".json")):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    state = {"net": net, "optimizer": optimizer, "step": STEPS + 1}
+    with pytest.raises(KeyboardInterrupt):
+        save(tmp_path / "a", state, format="safetensors", max_shard_size=size, **WITH)
+    assert same(loaded(tmp_path / "a"), {**expected, "step": STEPS + 1})
+
+
 def test_layouts_take_each_others_place(tmp_path: Path) -> None:
     path = tmp_path / "a"
     names = {"safetensors": "model.safetensors", "sharded": ".metadata"}
@@ -391,6 +411,14 @@ def test_layouts_take_each_others_place(tmp_path: Path) -> None:
         assert path.is_file() if format == "torch" else names[format] in os.listdir(path)
         assert path.is_file() or len(os.listdir(path)) == 2
     assert os.listdir(tmp_path) == ["a"]
+
+
+def test_a_single_number_between_others(tmp_path: Path) -> None:
+    net = nn.Linear(1, 1)
+    net.bias = nn.Parameter(torch.arange(4.0)[1::2][:1])
+    assert net.bias.stride() == (2,)
+    save(tmp_path / "a", {"net": net}, format="safetensors", **WITH)
+    assert torch.equal(load(tmp_path / "a", **WITH)["net"]["bias"], torch.ones(1))
 
 
 def test_foreign_files_stay(tmp_path: Path) -> None:
@@ -550,3 +578,14 @@ def test_shards_without_an_index_are_not_complete(tmp_path: Path) -> None:
         FileNotFoundError, match=texts(f"[Errno 2] No such file or directory: '{tmp_path}/b.safetensors'")
     ):
         loaded(tmp_path / "b.safetensors")
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu"])
+def test_rare_numbers(dtype: str, tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    values = torch.tensor([0.5, 1.0, 4.0]).to(getattr(torch, dtype))
+    save_file({"w": values}, tmp_path / "a.safetensors")
+    loaded = load(tmp_path / "a.safetensors", **WITH)["w"]
+    assert loaded.dtype == values.dtype
+    assert torch.equal(loaded.float(), values.float())

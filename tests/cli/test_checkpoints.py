@@ -258,3 +258,27 @@ def test_memory_stays_near_the_largest_tensor(format: str, tmp_path: Path) -> No
     back = torch.load(tmp_path / "back.pt", mmap=True)["model"]
     assert all(bool((value == float(name)).all()) for name, value in back.items())
     assert len(back) == count
+
+
+def test_what_no_list_of_rows_can_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"sparse": torch.eye(2).to_sparse(), "model": {"weight": torch.ones(3)}}, tmp_path / "a.pt")
+    assert main(["inspect", str(tmp_path / "a.pt")]) == 0
+    assert "model.weight  3      float32  12 B" in capsys.readouterr().out.splitlines()
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b.pt")]) == 0
+    content = torch.load(tmp_path / "b.pt")
+    assert torch.equal(content["sparse"].to_dense(), torch.eye(2))
+    assert torch.equal(content["model"]["weight"], torch.ones(3))
+    capsys.readouterr()
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b"), "--format", "sharded"]) == 1
+    assert "`sparse` is a sparse_coo tensor" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "content", [{"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, {1: torch.ones(1), "1": torch.ones(1)}]
+)
+def test_two_tensors_under_one_key_are_refused(
+    content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.save(content, tmp_path / "a.pt")
+    assert main(["convert", str(tmp_path / "a.pt"), str(tmp_path / "b"), "--format", "sharded"]) == 1
+    assert "two values would have the key" in capsys.readouterr().err

@@ -40,6 +40,9 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.complex64: "C64",
 }
+# Those that not each PyTorch has.
+_RARE = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float8_e8m0fnu": "F8_E8M0"}
+DTYPES |= {getattr(torch, name): kind for name, kind in _RARE.items() if hasattr(torch, name)}
 _KINDS = {name: dtype for dtype, name in DTYPES.items()}
 _LONGEST_HEADER = 100_000_000  # the package's own limit
 

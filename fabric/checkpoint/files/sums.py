@@ -3,8 +3,11 @@
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+import torch
 
 MARK = b"fabric checksums: crc32"  # as the comment of an archive of `torch.save`, and after the metadata of a folder
 # In the metadata of safetensors, two of them, so that no single flipped bit hides that there are sums.
@@ -34,3 +37,19 @@ def sealed(text: bytes) -> bytes:
 def is_sealed(text: bytes) -> bool:
     """Whether a text is what `sealed` returned."""
     return sealed(_OWN.sub(lambda found: found[1] + _NONE.encode(), text, count=1)) == text and bool(_OWN.search(text))
+
+
+def sum_of(metadata: bytes) -> bytes:
+    """What follows the metadata of a folder in its file."""
+    return MARK + f" {zlib.crc32(metadata):08x}".encode()
+
+
+@contextmanager
+def writing_sums() -> Iterator[None]:
+    """Inside, PyTorch writes the sums, though the user may have told it not to."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(True)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)

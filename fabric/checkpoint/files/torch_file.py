@@ -118,10 +118,25 @@ def read_torch_file(path: PathLike, weights_only: bool = True) -> Any:
         ValueError: If it is no such file, or damaged.
         pickle.UnpicklingError: If it holds what is refused.
     """
-    content = TorchCheckpointIO().load_checkpoint(path, map_location="meta", weights_only=weights_only)
+    content = _without_values(path, weights_only)
     if not _is_archive(path):
         return TorchCheckpointIO().load_checkpoint(path, map_location="cpu", weights_only=weights_only)
+    forms: set[Any] = set()
+    replaced(content, lambda tensor: forms.add(tensor.layout))
+    if content is None or forms - {torch.strided}:
+        content = TorchCheckpointIO().map_checkpoint(path, weights_only=weights_only)
+        return replaced(content, lambda tensor: later(tensor) if is_rows(tensor) else tensor)
     return replaced(content, lambda tensor: _from_file(tensor, path))
+
+
+def _without_values(path: PathLike, weights_only: bool) -> Any:
+    """The content with tensors on the device `meta`; None where one has a form that can't be there."""
+    try:
+        return TorchCheckpointIO().load_checkpoint(path, map_location="meta", weights_only=weights_only)
+    except ValueError as error:
+        if not isinstance(error.__cause__, NotImplementedError):
+            raise
+        return None
 
 
 def _is_archive(path: PathLike) -> bool:

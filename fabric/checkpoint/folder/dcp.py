@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from typing_extensions import override
 
 from fabric.checkpoint.access import Ranks
-from fabric.checkpoint.checksum import sum_of, writing_sums
-from fabric.checkpoint.folder.folders import MARKER, damaged_data
+from fabric.checkpoint.files.sums import sum_of, writing_sums
+from fabric.checkpoint.folder.marker import MARKER, damaged_data
 from fabric.checkpoint.folder.metadata import read_metadata, validate_sizes
 from fabric.checkpoint.folder.ties import give_second_names, second_names, told
 from fabric.checkpoint.state.flatten import Path, key_of

@@ -16,47 +16,16 @@ from typing import Any
 
 from fabric.checkpoint.access import Attempts, Ranks
 from fabric.checkpoint.files.swap import remove_entry, remove_hidden, swap
+from fabric.checkpoint.folder.marker import MARKER, is_committed, is_folder
 from fabric.checkpoint.state.flatten import Path
-from fabric.checkpoint.weights.places import is_own_folder, remove_own
+from fabric.checkpoint.weights.places import is_own_folder, remove_object, remove_own
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.plugins.io.whole_file import os_errors_name
-from fabric.utilities.cloud_io import is_object_store, local_path, open_remote, split_url
+from fabric.utilities.cloud_io import local_path, open_remote, split_url
 from fabric.utilities.types import PathLike
 
-MARKER = ".metadata"  # `torch.distributed.checkpoint`'s own name for it
 _DATA_FOLDER = re.compile(r"data-[0-9a-f]{8}")
 _DATA_FILE = re.compile(r"__\d+_\d+\.distcp")  # as PyTorch writes them, beside the marker
-
-
-def is_folder(path: PathLike) -> bool:
-    """Whether there is a folder at a path or URL."""
-    local = local_path(path)
-    if local is not None:
-        return os.path.isdir(local)
-    filesystem, inner = split_url(path)
-    return bool(filesystem.isdir(inner))
-
-
-def is_committed(path: PathLike) -> bool:
-    """Whether a folder is a whole checkpoint."""
-    local = local_path(path)
-    if local is not None:
-        return os.path.isfile(os.path.join(local, MARKER))
-    filesystem, inner = split_url(path)
-    return bool(filesystem.exists(f"{inner}/{MARKER}"))
-
-
-def damaged(path: str, what: str) -> ValueError:
-    """The error for a folder whose metadata makes no sense."""
-    return ValueError(
-        f"`{path}` can't be read as a checkpoint. Its `{MARKER}` is damaged, or was not written by `fabric.save` or"
-        f" `torch.distributed.checkpoint` ({what})."
-    )
-
-
-def damaged_data(path: str, what: str) -> ValueError:
-    """The error for a folder whose data are not what its metadata says."""
-    return ValueError(f"`{path}` can't be read as a checkpoint. It is damaged or incomplete: {what}.")
 
 
 def save_folder(
@@ -159,10 +128,8 @@ def _is_old(name: str, data: str) -> bool:
 
 
 def _remove_old_remote(path: PathLike, data: str) -> None:
+    remove_object(os.fspath(path).rstrip("/"))
     filesystem, inner = split_url(path)
-    if is_object_store(filesystem) and filesystem.isfile(inner):  # it can lie beside a folder of its name
-        with suppress(OSError):
-            filesystem.rm_file(inner)
     for entry in filesystem.ls(inner, detail=False):
         name = entry.rstrip("/").rpartition("/")[2]
         if _is_old(name, data):

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from fabric.checkpoint.folder.folders import MARKER, damaged, damaged_data
+from fabric.checkpoint.folder.marker import MARKER, damaged, damaged_data
 from fabric.plugins.io.contents import validate_pickle
 
 # What `pickle` may look up for such a file. Two of the names are private ones of PyTorch's: they are in every file that
@@ -28,6 +28,10 @@ _CLASSES = (
 )
 _ALLOWED: dict[tuple[str, str], Any] = {(kind.__module__, kind.__qualname__): kind for kind in _CLASSES}
 _ALLOWED |= {("torch", str(t).removeprefix("torch.")): t for t in vars(torch).values() if isinstance(t, torch.dtype)}
+# Before PyTorch 2.4 these two were in another place.
+_FORMER = "torch.distributed._shard.sharded_tensor.metadata"
+_ALLOWED[_FORMER, "TensorProperties"] = dcp.TensorProperties
+_ALLOWED[_FORMER, "MEM_FORMAT_ENCODING"] = dcp._MEM_FORMAT_ENCODING
 _MOST_NUMBERS = 1 << 60  # of one tensor: more can't be counted
 _PATHS = re.compile(r"(Pure)?(Posix|Windows)?Path")
 
@@ -143,10 +147,16 @@ def _is_shape(size: Any) -> bool:
 
 def _overlap(chunks: Sequence[Any]) -> bool:
     """Whether two parts of a tensor have a number in common; if they have, another one may be in none of them."""
-    boxes = sorted((tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes))
+    boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in chunks if math.prod(chunk.sizes)]
+    if len(boxes) < 2 or not boxes[0][0]:
+        return False
+    # Along the dimension with most parts, so that few others reach into each of them.
+    dim = max(range(len(boxes[0][0])), key=lambda dim: len({start[dim] for start, _ in boxes}))
+    boxes.sort(key=lambda box: box[0][dim])
     for index, (start, size) in enumerate(boxes):
-        for other, other_size in boxes[index + 1 :]:
-            if not start or other[0] >= start[0] + size[0]:
+        for after in range(index + 1, len(boxes)):
+            other, other_size = boxes[after]
+            if other[dim] >= start[dim] + size[dim]:
                 break
             if all(a < b + m and b < a + n for a, n, b, m in zip(start, size, other, other_size, strict=True)):
                 return True

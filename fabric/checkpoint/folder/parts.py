@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from fabric.checkpoint.checksum import Slice, is_of_tensor
-from fabric.checkpoint.folder.folders import damaged_data
+from fabric.checkpoint.folder.marker import damaged_data
 from fabric.plugins.io.contents import in_short, records_of
 
 _ENDS = 8192  # bytes at either end of a long part, between which there are numbers only

@@ -87,6 +87,8 @@ class Catalogue:
                 f"`{self._folder.path_of(name)}` was not written by a `CheckpointManager`: `{note_of(name)}` is not"
                 " beside it. Move it away, or give this run a folder of its own."
             )
+        if name in names and not self._is_complete(step):  # left by a save that was killed, maybe of another layout
+            self._folder.remove(name)
         self._folder.write(note_of(name), note_with(step, metrics))
         return self._folder.path_of(name)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from typing_extensions import override
 
-from fabric.checkpoint.folder.folders import MARKER
+from fabric.checkpoint.folder.marker import MARKER
 from fabric.checkpoint.locks import being_read, locked_file, reading
 from fabric.checkpoint.weights.places import markers_in
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file

@@ -10,7 +10,9 @@ from typing import Any
 from fabric.utilities.types import PathLike
 
 _MOST_LINES = 60
-_MOST_HINTS = 50  # looking for the nearest name among many thousands takes long, and nobody reads that far
+# Looking for the nearest name among many thousands takes long, and nobody reads that far.
+_MOST_HINTS = 50
+_MOST_COMPARED = 5000
 
 
 class Differences:
@@ -19,6 +21,7 @@ class Differences:
     def __init__(self) -> None:
         self._lines: list[str] = []
         self._hints = 0
+        self._compared = 0
 
     def missing(self, where: str, key: Any, content: Iterable[Any]) -> None:
         """A key of the user's that the file has not."""
@@ -56,8 +59,10 @@ class Differences:
         self._lines.append(f"  {kind:<11} {where}{detail}")
 
     def _nearest(self, name: Any, choices: Iterable[Any], text: str) -> str:
-        self._hints += 1
-        if self._hints > _MOST_HINTS:
+        if self._hints >= _MOST_HINTS or self._compared >= _MOST_COMPARED:
             return ""
-        near = get_close_matches(str(name), list(map(str, choices)), n=1)
+        names = [str(choice) for choice in choices]
+        self._hints += 1
+        self._compared += len(names)
+        near = get_close_matches(str(name), names, n=1) if len(names) <= _MOST_COMPARED else []
         return f" ({text} {near[0]!r})" if near else ""

@@ -88,7 +88,7 @@ class Matching:
             self.match_stateful(target, value, where)
         elif isinstance(target, MutableMapping) and isinstance(value, dict):
             return self._match_inner_dict(target, value, where)
-        elif type(target) in (list, tuple) and holds_stateful(target):
+        elif type(target) in (list, tuple) and (holds_stateful(target) or _holds_parameter(target)):
             self._match_items(target, value, where, put)
         elif holds_stateful(target):
             self._differences.mismatched(where, f"a {type(value).__name__} in the file", "a dict in `state`")
@@ -145,11 +145,12 @@ class Matching:
         names = {n for n in state_dict.keys() | expected.keys() if not any(n.startswith(owner) for owner in owners)}
         if self._strict:
             everywhere = self._elsewhere.get(id(module), expected.keys())
-            missing = [n for n in expected if n in names and n not in state_dict and not _made_up(n, value)]
+            made_up = partial(_made_up, value=value) if not self._source.is_folder else lambda _: False
+            missing = [n for n in expected if n in names and n not in state_dict and not made_up(n)]
             unexpected = [n for n in state_dict if n in names and n not in everywhere]
             self._differences.names(where, missing, unexpected)
         for name in expected:
-            if name in names and name in state_dict:
+            if name in names and name in state_dict and not _is_extra(name):
                 self._match_tensor(where, name, state_dict[name], expected[name])
         if self._elsewhere:
             state_dict = rebuilt(state_dict, {n: v for n, v in state_dict.items() if n in expected})
@@ -167,6 +168,7 @@ class Matching:
                     not isinstance(new, Tensor)
                     or not isinstance(own, Tensor)
                     or is_lazy(own)
+                    or _is_extra(name)
                     or name.startswith(owners)
                 ):
                     rest[name] = new
@@ -175,7 +177,8 @@ class Matching:
                     pairs.append((own, new))
             self._source.fill(pairs)
             kept = {n: v for n, v in rest.items() if n in expected or n.startswith(owners) or not isinstance(v, Tensor)}
-            state_dict = rebuilt(state_dict, entries | self._source.fetch(kept, expected))
+            # It keeps no versions of modules: as for PyTorch's own reader, they are those of today.
+            state_dict = rebuilt(expected, entries | self._source.fetch(kept, expected))
         self._access.load_module_state_dict(module, state_dict, strict=self._strict)
 
     def _match_tensor(self, where: str, name: str, new: Any, old: Any, owner: str = "in the module") -> None:
@@ -241,9 +244,10 @@ class Matching:
         """Only entries that are known to have their parameter's shape: other optimizers keep factors of it, say."""
         ids = [number for group in value["param_groups"] for number in group["params"]]
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        shaped = _SHAPED_LIKE_THE_PARAMETER if _is_pytorchs(optimizer) else ()
         for number, parameter in zip(ids, parameters, strict=True):
             for name, entry in value["state"].get(number, {}).items():
-                known, label = name in _SHAPED_LIKE_THE_PARAMETER, f"{name} of parameter {number}"
+                known, label = name in shaped, f"{name} of parameter {number}"
                 if isinstance(entry, Tensor) and known and entry.dim():
                     self._match_tensor(where, label, entry, parameter, "of the parameter")
                 elif isinstance(entry, Tensor) and not self._has_values(entry):
@@ -260,7 +264,7 @@ class Matching:
         self._plan(where, partial(self._restore_parameter, target, value))
 
     def _restore_parameter(self, target: Parameter, value: Tensor) -> None:
-        if self._source.is_folder:
+        if self._source.is_folder and value.is_meta:
             self._source.fill([(target, value)])
         else:
             copy_shard(target, value)
@@ -271,6 +275,15 @@ class Matching:
     def _missing(self, where: str, key: Any, content: Mapping[Any, Any]) -> None:
         if self._strict:
             self._differences.missing(where, key, content)
+
+
+def _holds_parameter(value: Any) -> bool:
+    """Whether there is a parameter anywhere in a value: it is filled and not replaced."""
+    if isinstance(value, Mapping):
+        return any(map(_holds_parameter, value.values()))
+    if type(value) in (list, tuple):
+        return any(map(_holds_parameter, value))
+    return isinstance(value, Parameter)
 
 
 def _beside(old: Any, new: Any) -> Any:
@@ -290,6 +303,12 @@ def _is_state_of_module(value: Mapping[Any, Any]) -> bool:
     return all(isinstance(name, str) for name in (*value, *versions))
 
 
+def _is_pytorchs(optimizer: Optimizer) -> bool:
+    """Whether it is one of PyTorch's own or derived from one: others keep what they like under the same names."""
+    kinds = type(optimizer).__mro__
+    return any(kind is not Optimizer and kind.__module__.startswith("torch.optim.") for kind in kinds)
+
+
 def _form(tensor: Tensor) -> str:
     """How its numbers are stored: between these forms PyTorch converts nothing."""
     if tensor.is_nested:
@@ -307,6 +326,11 @@ def _kind(tensor: Tensor) -> str:
 
 def _dtype(tensor: Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
+
+
+def _is_extra(name: str) -> bool:
+    """Whether it is what a module gives and takes by `get_extra_state` and `set_extra_state`, whatever its shape."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _made_up(name: str, value: Mapping[str, Any]) -> bool:

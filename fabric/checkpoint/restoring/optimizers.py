@@ -133,7 +133,7 @@ def filled(state: Mapping[str, Any], optimizer: Optimizer, source: Source) -> di
             continue
         new[number] = {}
         for name, value in entries.items():
-            if source.is_folder and isinstance(value, Tensor):
+            if source.is_folder and isinstance(value, Tensor) and value.is_meta:
                 target = _target(name, value, owners[number], optimizer)
                 pairs.append((target, value))
                 new[number][name] = target
@@ -142,7 +142,8 @@ def filled(state: Mapping[str, Any], optimizer: Optimizer, source: Source) -> di
             else:
                 new[number][name] = source.fetch(value)
     source.fill(pairs)
-    return {**state, "state": new, "param_groups": [_fetched(group, source) for group in state["param_groups"]]}
+    others = {key: source.fetch(value) for key, value in state.items() if key not in ("state", "param_groups")}
+    return {**others, "state": new, "param_groups": [_fetched(group, source) for group in state["param_groups"]]}
 
 
 def _fetched(group: Mapping[str, Any], source: Source) -> dict[str, Any]:

@@ -4,6 +4,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,20 +29,31 @@ def flatten(content: Mapping[Any, Any], state: Any) -> dict[Path, Any]:
         state: What they were taken from.
 
     Raises:
-        ValueError: If two items would have the same key.
+        ValueError: If two items would have the same key, or a tensor has a form that folders don't hold.
     """
     flat: dict[Path, Any] = {}
     for key, value in content.items():
         _flatten(value, state[key], (str(key),), flat)
+    problem = problem_of_items(flat)
+    if problem is not None:
+        raise ValueError(f"`fabric.save`: {problem}")
+    return flat
+
+
+def problem_of_items(flat: Mapping[Path, Any]) -> str | None:
+    """What a folder can't hold; None if it can hold all of it."""
     keys: dict[str, Path] = {}
-    for path in flat:
+    for path, value in flat.items():
+        if isinstance(value, Tensor) and (value.layout != torch.strided or value.is_quantized):
+            form = "quantized" if value.is_quantized else str(value.layout).removeprefix("torch.")
+            return f"`{key_of(path)}` is a {form} tensor, which PyTorch can't keep in a folder. Use `format='torch'`."
         other = keys.setdefault(key_of(path), path)
         if other != path:
-            raise ValueError(
-                f"`fabric.save`: two values would have the key `{key_of(path)}` in the folder, at {list(other)} and at"
-                f" {list(path)}. Rename one of them in `state`."
+            return (
+                f"two values would have the key `{key_of(path)}` in the folder, at {list(other)} and at {list(path)}."
+                " Rename one of them in `state`."
             )
-    return flat
+    return None
 
 
 def _flatten(value: Any, origin: Any, path: Path, flat: dict[Path, Any]) -> None:
@@ -54,7 +66,20 @@ def _flatten(value: Any, origin: Any, path: Path, flat: dict[Path, Any]) -> None
         for index, item in enumerate(value):
             _flatten(item, _inner(origin, index), (*path, index), flat)
     else:
-        flat[path] = value
+        put(flat, path, value)
+
+
+def put(flat: dict[Path, Any], path: Path, value: Any) -> None:
+    """Add an item.
+
+    Raises:
+        ValueError: If one is there already, since keys such as `1` and `"1"` are the same as text.
+    """
+    if path in flat:
+        raise ValueError(
+            f"two values would have the key `{key_of(path)}` in the folder, where keys are text. Rename one of them."
+        )
+    flat[path] = value
 
 
 def _flatten_optimizer(value: Mapping[str, Any], path: Path, flat: dict[Path, Any]) -> None:

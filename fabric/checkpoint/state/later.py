@@ -54,12 +54,17 @@ class Later:
         value = self.read().detach()
         if value.shape != self.shape or value.dtype != self.dtype:
             raise AssertionError(f"{value.dtype} {tuple(value.shape)} came for {self.dtype} {tuple(self.shape)}")
-        flat = value.cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        if not flat.numel():
+        value = value.cpu().resolve_conj().resolve_neg().contiguous()
+        if not value.numel():
             return
-        data = flat.view(torch.uint8).numpy().data
+        data = as_bytes(value).numpy().data
         for start in range(0, len(data), _CHUNK):
             yield data[start : start + _CHUNK]
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor. One with a single number may have any strides."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
 def later(tensor: Tensor) -> Later:

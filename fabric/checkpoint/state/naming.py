@@ -96,14 +96,14 @@ def by_number(state: Mapping[str, Any]) -> dict[str, Any]:
     if not any(isinstance(name, str) for name in flat):
         numbers: dict[Any, Any] = {str(number): number for number in flat}  # keys of a folder are text
         entries = {numbers.get(key, key): value for key, value in state.get("state", {}).items()}
-        return {"state": entries, "param_groups": state["param_groups"]}
+        return {**state, "state": entries}
     numbers = {name: number for number, name in enumerate(flat)}
     groups = []
     for group, own in zip(state["param_groups"], names, strict=True):
         options = {key: value for key, value in group.items() if key != "params"}
         groups.append({**options, "params": [numbers[name] for name in own], "param_names": own})
     entries = {numbers.get(key, key): value for key, value in state.get("state", {}).items()}
-    return {"state": entries, "param_groups": groups}
+    return {**state, "state": entries, "param_groups": groups}
 
 
 def all_by_name(content: Any, state: Any) -> Any:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from fabric.checkpoint.access import Attempts, StateAccess
 from fabric.checkpoint.state.flatten import Path, flatten, unflatten
+from fabric.checkpoint.state.later import as_bytes
 from fabric.checkpoint.state.naming import all_by_name, by_number, parts_in
 from fabric.checkpoint.state.shards import whole
 from fabric.checkpoint.state.tree import at, is_stateful
@@ -120,12 +121,12 @@ def _brought(own: Tensor | None, owner: int, shape: Shape, access: StateAccess, 
     if owner == 0 or access.global_rank not in (0, owner):
         return full if access.is_global_zero else None
     received = torch.empty(shape[0], dtype=shape[1]) if full is None else full.contiguous()
-    as_bytes = received.reshape(-1).view(torch.uint8)  # no backend can send each dtype
-    if as_bytes.numel():
+    numbers = as_bytes(received)  # no backend can send each dtype
+    if numbers.numel():
         if access.is_global_zero:
-            torch.distributed.recv(as_bytes, owner, group=group)
+            torch.distributed.recv(numbers, owner, group=group)
         else:
-            torch.distributed.send(as_bytes, 0, group=group)
+            torch.distributed.send(numbers, 0, group=group)
     return received if access.is_global_zero else None
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fabric.checkpoint.access import Attempts, Ranks
 from fabric.checkpoint.copies import LaterShard
-from fabric.checkpoint.state.later import Later, later, replaced
+from fabric.checkpoint.state.later import Later, as_bytes, later, replaced
 from fabric.checkpoint.state.shards import is_sharded, whole
 
 Part = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins in the whole tensor, and its shape
@@ -99,9 +99,9 @@ def _sent(own: Tensor | None, owner: int, sizes: Sequence[int], dtype: torch.dty
     if owner == 0 or ranks.global_rank not in (0, owner):
         return own
     part = torch.empty(sizes, dtype=dtype) if own is None else own.contiguous()
-    as_bytes = part.reshape(-1).view(torch.uint8)  # no backend can send each dtype
+    numbers = as_bytes(part)  # no backend can send each dtype
     if own is None:
-        torch.distributed.recv(as_bytes, owner, group=ranks.checkpoint_group)
+        torch.distributed.recv(numbers, owner, group=ranks.checkpoint_group)
         return part
-    torch.distributed.send(as_bytes, 0, group=ranks.checkpoint_group)
+    torch.distributed.send(numbers, 0, group=ranks.checkpoint_group)
     return None

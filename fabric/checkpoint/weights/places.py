@@ -20,11 +20,11 @@ from typing import Any
 from fabric.checkpoint.files.safetensors_file import damaged_file, later_safetensors
 from fabric.checkpoint.files.sums import KEYS, noted, sealed
 from fabric.checkpoint.files.torch_file import open_file
+from fabric.checkpoint.folder.marker import MARKER
 from fabric.plugins.io.whole_file import remove_stale
-from fabric.utilities.cloud_io import local_path, split_url
+from fabric.utilities.cloud_io import is_object_store, local_path, split_url
 from fabric.utilities.types import PathLike
 
-_OTHER_MARKER = ".metadata"  # what makes a folder of `torch.distributed.checkpoint` complete
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 _REST, _SAVE, _TIES = "fabric.rest", "fabric.save", "fabric.ties"
@@ -230,6 +230,17 @@ def new_names(place: Place, count: int) -> NewNames:
     return NewNames(place.stem, files, rest, place.stem + INDEX_SUFFIX, number)
 
 
+def may_be_complete(place: Place, names: NewNames) -> bool:
+    """Whether the marker of a save that failed is in its place: it may have been interrupted, or not heard of it."""
+    try:
+        commit = find_commit(Place(place.folder, place.stem, names.marker.removeprefix(place.stem)))
+    except ValueError:
+        return False  # the damaged one of an earlier save
+    except Exception:  # who knows; the next save removes what is left
+        return True
+    return commit is not None and commit.number == names.number
+
+
 def remove_others(place: Place, kept: Iterable[str]) -> None:
     """Remove what earlier saves, complete or killed, left at a place, once the new one is complete.
 
@@ -241,9 +252,9 @@ def remove_others(place: Place, kept: Iterable[str]) -> None:
         own = re.compile(re.escape(place.stem) + r"\.training-[0-9a-f]{8}\.pt")
         _remove_all(place, filter(own.fullmatch, names - _rest_of_folder(place)))
         return
-    was_sharded = _OTHER_MARKER in names
+    was_sharded = MARKER in names
     if was_sharded:  # it stops to be a folder of that kind here
-        remove_file(place.at(_OTHER_MARKER))
+        remove_file(place.at(MARKER))
     tails = {name: name.removeprefix(place.stem) for name in names if name.startswith(place.stem)}
     _remove_all(place, [name for name, tail in tails.items() if tail == INDEX_SUFFIX])  # before what it refers to
     _remove_all(place, [name for name, tail in tails.items() if tail == SUFFIX or _is_left(place, name, tail)])
@@ -317,6 +328,16 @@ def is_own_folder(folder: str) -> bool:
         commit = find_commit(Place(folder))
         return commit is not None and commit.number > 0
     return False
+
+
+def remove_object(path: str) -> None:
+    """Remove the file of an object store that lies beside a folder of its name."""
+    if local_path(path) is not None:
+        return
+    filesystem, inner = split_url(path)
+    if is_object_store(filesystem) and filesystem.isfile(inner):
+        with suppress(OSError):
+            filesystem.rm_file(inner)
 
 
 def remove_file(path: str) -> None:

@@ -25,7 +25,17 @@ from fabric.checkpoint.state.later import Later, is_rows, replaced
 from fabric.checkpoint.state.tree import is_stateful
 from fabric.checkpoint.state.union import united
 from fabric.checkpoint.weights.pieces import Pieces
-from fabric.checkpoint.weights.places import SUFFIX, NewNames, Place, new_names, place_of, remove_file, remove_others
+from fabric.checkpoint.weights.places import (
+    SUFFIX,
+    NewNames,
+    Place,
+    may_be_complete,
+    new_names,
+    place_of,
+    remove_file,
+    remove_object,
+    remove_others,
+)
 from fabric.plugins.io.whole_file import os_errors_name, replacing_file
 from fabric.utilities.cloud_io import local_path
 from fabric.utilities.parameter_names import plain_name
@@ -265,8 +275,9 @@ def write_weights(
         try:
             (_write_one if len(shards) == 1 else _write_several)(place, names, shards, ties, rest, checksum)
         except BaseException:
-            for name in {*names.files, names.rest} - {names.marker}:
-                remove_file(place.at(name))
+            if not may_be_complete(place, names):
+                for name in {*names.files, names.rest} - {names.marker}:
+                    remove_file(place.at(name))
             raise
         remove_others(place, {*names.files, names.marker, *([names.rest] if rest is not None else [])})
 
@@ -312,6 +323,8 @@ def _target(path: PathLike) -> Iterator[Place]:
     local = local_path(place.folder)
     if local is None or os.fspath(path).endswith(SUFFIX):
         yield place
+        if not place.marker:
+            remove_object(place.folder)
         return
     folder = os.path.realpath(local)
     beside = None

@@ -110,6 +110,8 @@ def _replacing_local(target: str) -> Iterator[IO[bytes]]:
             if fcntl is None:
                 file.close()  # Windows does not rename an open file
             os.replace(temporary, target)
+            if not file.closed:
+                unlock(file.fileno())
     except BaseException:
         with suppress(OSError):
             os.remove(temporary)
@@ -126,6 +128,13 @@ def _lock(descriptor: int) -> bool:
     except OSError:  # held by another process, or a file system without locks
         return False
     return True
+
+
+def unlock(descriptor: int) -> None:
+    """Let go of a lock, also for children that were forked meanwhile: they have the file open as long as they run."""
+    if fcntl is not None:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)
 
 
 def _remove_all_stale(directory: str, prefix: str) -> None:

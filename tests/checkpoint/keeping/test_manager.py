@@ -102,6 +102,18 @@ def test_what_is_not_complete_is_not_there_and_is_removed_later(fabric: Fabric, 
         assert sorted(os.listdir(tmp_path)) == [f"step-0000000{n}.{end}" for n in (1, 5) for end in ("ckpt", "json")]
 
 
+@pytest.mark.parametrize("left", ["data-0123abcd/__0_0.distcp", ".model.safetensors.0123abcd.tmp"])
+def test_what_a_kill_left_of_a_step_is_in_nobodys_way(left: str, fabric: Fabric, tmp_path: Path) -> None:
+    """The run goes on from an earlier step, with another strategy."""
+    path = tmp_path / "step-00000003.ckpt"
+    (path / left).parent.mkdir(parents=True)
+    (path / left).write_text("half")
+    (tmp_path / "step-00000003.json").write_text('{"step": 3, "metrics": {}}')
+    with CheckpointManager(tmp_path, fabric=fabric) as checkpoints:
+        assert checkpoints.save(3, {"step": 3}) == str(path)
+        assert checkpoints.restore({}) == {"step": 3}
+
+
 def test_what_others_put_there_stays(fabric: Fabric, tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     (tmp_path / "step-7.ckpt").write_text("mine")
