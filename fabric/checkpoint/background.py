@@ -12,9 +12,8 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from weakref import ref
 
 import torch.distributed as dist
@@ -245,8 +244,7 @@ def finished(path: PathLike) -> SaveHandle:
     return SaveHandle(path)._complete()
 
 
-@dataclass(frozen=True)
-class _OwnGroup:
+class _OwnGroup(NamedTuple):
     """The ranks as the writing threads reach them."""
 
     world_size: int

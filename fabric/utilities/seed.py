@@ -5,7 +5,6 @@ import hashlib
 import operator
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from fabric.utilities.rank_zero import global_rank, rank_zero_info, rank_zero_wa
 MAX_SEED = 2**32 - 1  # NumPy's bound is the tightest of the three
 
 
-@dataclass
 class _LastCall:
     """What `seed_everything` was last told in this process. As process-wide as the generators that it seeds."""
 
