@@ -181,9 +181,12 @@ def _move(moves: list[tuple[int, int, int]], threads: int) -> None:
             while True:
                 ctypes.memmove(*pieces.popleft())
 
-    helpers = [Thread(target=work, name="fabric-copy") for _ in range(min(threads, 4, len(pieces)) - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers: list[Thread] = []
+    with suppress(RuntimeError):  # where no thread can start, this one does it all
+        for _ in range(min(threads, 4, len(pieces)) - 1):
+            helper = Thread(target=work, name="fabric-copy")
+            helper.start()
+            helpers.append(helper)
     work()
     for helper in helpers:
         helper.join()

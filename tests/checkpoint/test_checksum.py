@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from typing_extensions import override
 
 from fabric.checkpoint import load, save
@@ -19,7 +18,7 @@ from fabric.checkpoint.checksum import validate_sums
 from fabric.plugins.io import CheckpointIO, TorchCheckpointIO
 from fabric.strategies import SingleDeviceStrategy
 from fabric.utilities.cloud_io import split_url
-from tests.checkpoint.sharded import Net, full_state, make, optimizer_for, plain, same, train
+from tests.checkpoint.sharded import Net, error_of_load, full_state, make, optimizer_for, plain, same, train
 from tests.ranks import RankContext, run_ranks
 
 
@@ -260,13 +259,7 @@ def _load_flipped(context: RankContext, path: str, type: str) -> tuple[str, bool
             file = next(iter(file.glob("data-*/__1_0.distcp")))
         tensors = (place for name, place in payload_of(file).items() if "/data/" in name or type == "sharded")
         flip(file, max(tensors, key=len)[0], 5)
-    fabric.barrier()
-    nn.init.zeros_(net.module.up.weight)
-    try:
-        fabric.load(path, {"net": net})
-    except ValueError as error:
-        return str(error), not net.module.up.weight.to_local().any()
-    return "", False
+    return error_of_load(fabric, path, net)
 
 
 @pytest.mark.ranks

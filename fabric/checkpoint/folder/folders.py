@@ -3,7 +3,8 @@
 
 The data of each save goes into a new folder inside, and the file `.metadata`, which says what lies where, is replaced
 at the very end, in one step. So a kill at any moment leaves the old checkpoint or the new one, whole, on file systems
-without a rename too. What is left of a save that was killed is removed by the next one.
+without a rename too. What is left of a save that was killed is removed by the next one that writes a
+folder.
 """
 
 import os
